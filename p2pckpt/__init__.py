@@ -1,0 +1,1 @@
+"""Peer-to-peer replicated in-memory checkpoints for distributed PyTorch training."""

@@ -1,0 +1,1 @@
+"""The node agent: one process a node that outlives trainers."""

@@ -1,0 +1,246 @@
+"""What the parts of an agent share: the node (`Home`), one job on it (`JobContext`), the roster.
+
+A Home is one start of an agent on a node: its doors, its session with etcd, its holdings and the
+latest view of who lives. A JobContext follows one job's records in the ledger: a mirror that wakes
+whoever waits for a change, and `truth`, a fresh linearizable listing, for decisions that free or
+promise something.
+
+Contract: the mirror may lag, so it only wakes and hints; what must be true comes from `truth` or
+from the compares of a transaction. `abort` never overrides an outcome. Nothing here blocks longer
+than the deadlines in `Config`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from p2pckpt import records as r
+from p2pckpt.agent.holdings import Holdings
+from p2pckpt.config import Config
+from p2pckpt.errors import AmbiguousAnswer, CheckpointError, Compacted, LedgerUnavailable
+from p2pckpt.jobstate import FLOOR_START, JobState
+from p2pckpt.ports import Doors, Living, Put, Session, Txn, absent
+from p2pckpt.save.commit import abort_txn
+from p2pckpt.wire import unpack
+
+RETRY_S = 0.5
+"""Pause after an unavailable ledger before the next try; each try has its own deadline."""
+
+
+@dataclass
+class Home:
+    """One start of an agent on a node."""
+
+    node: str
+    config: Config
+    doors: Doors
+    holdings: Holdings
+    spawn: Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
+    member: r.Member
+    session: Session | None = None
+    kept_at: float = -1e9
+    _living: Living | None = None
+    _living_at: float = -1e9
+
+    def now(self) -> float:
+        """The loop's clock: monotonic seconds, virtual in the simulator."""
+        return asyncio.get_running_loop().time()
+
+    @property
+    def cut_off(self) -> bool:
+        """No renewal for a whole lease: this agent may be taken for lost."""
+        return self.session is None or self.now() - self.kept_at > self.config.lease_s
+
+    async def living(self, max_age_s: float = 0.0) -> Living:
+        """Who lives; at most `max_age_s` old. Raises LedgerUnavailable."""
+        if self._living is None or self.now() - self._living_at > max_age_s:
+            asked_at = self.now()
+            self._living, self._living_at = await self.doors.membership.living(), asked_at
+        return self._living
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The nodes of a generation, in order of their lowest rank."""
+
+    generation: r.Generation
+    nodes: tuple[r.RosterNode, ...]
+
+    def group(self, number: int) -> tuple[r.RosterNode, ...]:
+        """The nodes of one group."""
+        return self.nodes[number * r.GROUP_NODES : (number + 1) * r.GROUP_NODES]
+
+    def find(self, node: str) -> tuple[int, r.RosterNode] | None:
+        """Group number and entry of a node."""
+        for i, entry in enumerate(self.nodes):
+            if entry.node == node:
+                return i // r.GROUP_NODES, entry
+        return None
+
+    def leads(self, node: str) -> bool:
+        """Has this node rank 0, so that it decides at once while others wait?"""
+        return bool(self.nodes) and self.nodes[0].node == node
+
+
+@dataclass
+class JobContext:
+    """One job on this node: its mirror, its roster, and the deeds all parts need."""
+
+    home: Home
+    job: str
+    state: JobState = field(init=False)
+    roster: Roster | None = None
+    following: bool = False
+    tracked: set[str] = field(default_factory=set)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.keys = r.JobKeys(self.job)
+        self.state = JobState(self.keys)
+
+    def note(self, what: str, **facts: Any) -> None:
+        """Tell telemetry and the event log."""
+        self.home.doors.notes(what, {"job": self.job, **facts})
+
+    # -- the mirror -------------------------------------------------------------------------------
+
+    async def follow(self) -> None:
+        """Keep the mirror current for ever: list, watch, list again after a compaction."""
+        ledger = self.home.doors.ledger
+        while True:
+            try:
+                await self.refresh()
+                watch = ledger.watch(self.keys.state, self.state.revision + 1)
+                async for changes in watch:
+                    self.state.apply_all(changes)
+                    self.wake()
+            except (Compacted, LedgerUnavailable) as e:
+                self.note("follow_again", why=str(e))
+                await asyncio.sleep(RETRY_S)
+
+    async def refresh(self) -> JobState:
+        """Re-list now; the mirror is then at least as new as this call."""
+        truth = await self.truth()
+        if truth.revision >= self.state.revision:
+            self.state = truth
+            self.following = True
+            self.wake()
+        return truth
+
+    async def truth(self) -> JobState:
+        """A linearizable listing. Raises LedgerUnavailable."""
+        return JobState.listed(self.keys, await self.home.doors.ledger.list(self.keys.state))
+
+    def wake(self) -> None:
+        """Let everybody who waits look again."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def until(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait until `ready()`, looking after every change; False after `timeout_s`."""
+        deadline = None if timeout_s is None else self.home.now() + timeout_s
+        while not ready():
+            news, left = self._news, None if deadline is None else deadline - self.home.now()
+            if left is not None and left <= 0:
+                return False
+            try:
+                await asyncio.wait_for(news.wait(), left)
+            except TimeoutError:
+                return ready()
+        return True
+
+    # -- deeds ------------------------------------------------------------------------------------
+
+    async def found(self) -> None:
+        """Make the job's records if there are none: ledger id and floor."""
+        if (await self.refresh()).ledger_id:
+            return
+        txn = Txn(
+            compares=(absent(self.keys.ledger_id),),
+            puts=(
+                Put(self.keys.ledger_id, self.home.doors.ids.new().encode()),
+                Put(self.keys.floor, FLOOR_START),
+            ),
+        )
+        await self.transact(txn)
+        await self.refresh()
+
+    async def transact(self, txn: Txn) -> bool:
+        """One transaction; False if a compare failed *or* the answer is not known.
+
+        Every transaction of this protocol creates something or compares a revision, so the caller
+        settles an ambiguous answer by reading back, as it does when it lost the race.
+        """
+        try:
+            return await self.home.doors.ledger.transact(txn) is not None
+        except AmbiguousAnswer as e:
+            self.note("ambiguous", why=str(e))
+            return False
+
+    async def abort(self, attempt: r.Attempt, reason: str) -> None:
+        """Put ABORT unless there is an outcome; returns when some outcome is known to stand."""
+        outcome = r.Outcome(
+            attempt=attempt, verdict=r.Verdict.ABORT, by=self.home.node, reason=reason[:500]
+        )
+        while not self.decided(attempt):
+            try:
+                if await self.transact(abort_txn(self.state, outcome)):
+                    self.note("abort", attempt=attempt.key, reason=reason)
+                await self.refresh()
+                if not self.decided(attempt):
+                    await asyncio.sleep(RETRY_S)
+            except LedgerUnavailable:
+                await asyncio.sleep(RETRY_S)
+
+    def decided(self, attempt: r.Attempt) -> bool:
+        """Has the attempt an end, as far as the mirror knows? (Monotonic, so it may be trusted.)"""
+        state = self.state
+        return (
+            attempt.key in state.outcomes
+            or state.committed(attempt) is not None
+            or state.settled(attempt) != ""
+            or (state.ledger_id != "" and state.ledger_id != attempt.ledger_id)
+        )
+
+    def track(self, attempt: r.Attempt) -> None:
+        """Follow an attempt of which this node holds bytes to its end, and then free them."""
+        if attempt.key not in self.tracked:
+            self.tracked.add(attempt.key)
+            self.home.spawn(f"track {attempt.key}", self._track(attempt))
+
+    async def _track(self, attempt: r.Attempt) -> None:
+        config = self.home.config
+        if not await self.until(lambda: self.decided(attempt), config.attempt_timeout_s):
+            await self.abort(attempt, f"no outcome within {config.attempt_timeout_s:g} s")
+        while True:
+            await self.until(lambda: self.state.settled(attempt) != "", None)
+            try:
+                if reason := (await self.truth()).settled(attempt):
+                    break
+            except CheckpointError as e:
+                self.note("free_later", attempt=attempt.key, why=str(e))
+            await asyncio.sleep(RETRY_S)
+        held = self.home.holdings.of_attempt(attempt)
+        for file in held:
+            self.home.holdings.release(file)
+        self.home.holdings.sweep_documents()
+        self.tracked.discard(attempt.key)
+        self.note("freed", attempt=attempt.key, reason=reason, files=len(held))
+        self.wake()
+
+    async def load_roster(self) -> Roster | None:
+        """The current generation's roster, read once. None while there is no generation."""
+        generation = self.state.generation
+        if generation is None:
+            return None
+        if self.roster is None or self.roster.generation != generation:
+            prefix = self.keys.roster_pieces(generation.roster_digest)
+            listing = await self.home.doors.ledger.list(prefix)
+            pieces = [unpack(e.value, r.RosterPiece) for e in listing.entries]
+            if len(pieces) == generation.pieces:
+                nodes = tuple(n for piece in pieces for n in piece.nodes)
+                self.roster = Roster(generation, nodes)
+        return self.roster

@@ -1,0 +1,144 @@
+"""The agent of a node, as a story: adopt, announce, then answer trainers and peers for ever.
+
+    adopt files -> serve peers and trainers -> keep a session -> one JobAgent per job that is here
+
+All parts share one Home (doors, holdings, session). Every background task belongs to the agent's
+task group: it ends with the agent. A failure of one is noted and never ends the agent: a store
+that is out of order must not kill training.
+
+Contract: `run` returns only by cancellation; it leaves the files and, through the lease, the
+membership to expire, so that a restarted agent adopts them. `stop` ends saves in flight first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.agent.context import Home
+from p2pckpt.agent.holdings import Holdings
+from p2pckpt.agent.job import JobAgent
+from p2pckpt.agent.members import keep_session
+from p2pckpt.agent.serve import Serving, answer
+from p2pckpt.config import Config
+from p2pckpt.errors import CheckpointError, LedgerUnavailable, UsageError
+from p2pckpt.ports import Doors, TrainerId
+
+MAX_JOBS = 256
+"""Jobs that one agent follows at most; past it a new one is refused."""
+
+
+class Agent:
+    """One start of a node's agent. ``member`` says who and where; its session is filled in."""
+
+    def __init__(self, config: Config, doors: Doors, member: r.Member) -> None:
+        holdings = Holdings(doors.arena, doors.ids.new)
+        self.home = Home(member.node, config, doors, holdings, self._spawn, member)
+        self.serving = Serving(self.home, self._context)
+        self.jobs: dict[str, JobAgent] = {}
+        self.ready = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as self._group:
+            adopted = self.home.holdings.adopt()
+            self.home.doors.notes("adopted", {"node": self.home.node, "files": len(adopted)})
+            for job in sorted({held.job for held in adopted}):
+                await self._job(job)
+            await self.home.doors.peers.serve(self.on_peer)
+            await self.home.doors.trainers.serve(self)
+            self._spawn("session", keep_session(self.home, self._on_session))
+            await asyncio.get_running_loop().create_future()
+
+    async def stop(self) -> None:
+        """Let saves in flight end, within `stop_grace_s`; then give the lease back."""
+        deadline = self.home.now() + self.home.config.stop_grace_s
+        for job in self.jobs.values():
+            open_now = [own.attempt for own in job.saving.open.values()]
+            left = max(0.0, deadline - self.home.now())
+            await job.ctx.until(partial(_all_decided, job, open_now), left)
+        session, self.home.session = self.home.session, None
+        if session is not None:
+            try:
+                await self.home.doors.membership.close(session)
+            except CheckpointError as e:
+                self.home.doors.notes("lease_stays", {"why": str(e)})
+
+    # -- trainers ---------------------------------------------------------------------------------
+
+    async def on_call(self, trainer: TrainerId, request: r.Record) -> r.Record:
+        """See ports.TrainerHandler."""
+        if isinstance(request, w.TrainerJoin):
+            return await (await self._job(request.job)).join(trainer, request)
+        for job in self.jobs.values():
+            if trainer in job.seats:
+                return await job.call(trainer, request)
+        raise UsageError(f"pid {trainer.pid} has not joined a job")
+
+    async def on_gone(self, trainer: TrainerId) -> None:
+        """See ports.TrainerHandler."""
+        for job in list(self.jobs.values()):
+            await job.trainer_gone(trainer)
+
+    # -- peers ------------------------------------------------------------------------------------
+
+    async def on_peer(self, _caller: str, request: r.Record) -> r.Record:
+        """See ports.PeerHandler."""
+        if isinstance(request, w.HandIn):
+            job = await self._job(request.job)
+            generation = job.ctx.state.generation
+            if generation is not None and request.generation < generation.number:
+                return w.RefusedReply(reason=f"generation {request.generation} is over")
+            job.gathering.take(request)
+            job.ctx.wake()
+            return w.Accepted()
+        return await answer(self.serving, request)
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    async def _job(self, name: str) -> JobAgent:
+        job = self.jobs.get(name)
+        if job is None:
+            if len(self.jobs) >= MAX_JOBS:
+                raise UsageError(f"job {name}: this agent follows {MAX_JOBS} jobs already")
+            job = self.jobs[name] = JobAgent(self.home, name)
+            await job.start()
+        return job
+
+    async def _context(self, name: str) -> Any:
+        ctx = (await self._job(name)).ctx
+        timeout_s = self.home.config.peer_timeout_s / 2
+        if not await ctx.until(lambda: ctx.following, timeout_s):
+            raise LedgerUnavailable(f"{self.home.node}: job {name} cannot be read yet")
+        return ctx
+
+    async def _on_session(self) -> None:
+        """A new session: say again which trainers live, and that this agent is ready."""
+        for job in self.jobs.values():
+            for launch in job.launches.launches.values():
+                if launch.generation is not None and launch.trainers:
+                    await job.launches.report(launch.generation.number, launch.trainers)
+        self.ready.set()
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        assert self._group is not None, "parts work only while the agent runs"
+        return self._group.create_task(self._guard(name, work), name=name)
+
+    async def _guard(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            raise
+        except CheckpointError as e:
+            self.home.doors.notes("task_failed", {"task": name, "why": f"{type(e).__name__}: {e}"})
+        except Exception as e:
+            self.home.doors.notes("crash", {"task": name, "why": f"{type(e).__name__}: {e}"})
+
+
+def _all_decided(job: JobAgent, attempts: list[r.Attempt]) -> bool:
+    return all(job.ctx.decided(attempt) for attempt in attempts)

@@ -1,0 +1,135 @@
+"""One decision a ballot: ask the ledger and every living agent, decide, write it down.
+
+The agent of rank 0 does it at once; the others wait for its record, and take over only if it does
+not come. What is decided is the pure `restore/locate.py`; here are its facts: a fresh listing, the
+group records of the candidates, and what each living store says it holds.
+
+Contract: create-if-absent, fenced by the generation; a decision that moves no bytes (nothing there,
+or not provable) closes its ballot in the same transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.agent.context import RETRY_S, JobContext, Roster
+from p2pckpt.errors import CheckpointError, FormatError, LedgerUnavailable, StaleGenerationError
+from p2pckpt.ports import Put, Txn, absent
+from p2pckpt.restore.locate import Facts, Finding, candidates, decide_restore, lineage_after
+from p2pckpt.save.commit import read_groups
+from p2pckpt.wire import pack
+
+QUERIES_AT_ONCE = 64
+
+
+async def decision_of(
+    ctx: JobContext, roster: Roster, number: int, step: int | None
+) -> r.Decision | None:
+    """A ballot's decision, made by this node if nobody else does. None if it closed."""
+    generation = roster.generation.number
+    config, started = ctx.home.config, ctx.home.now()
+    key = (generation, number)
+
+    def known() -> bool:
+        return key in ctx.state.decisions or key in ctx.state.closed
+
+    if not roster.leads(ctx.home.node):
+        takeover_s = config.decide_wait_s + 2 * config.peer_timeout_s
+        await ctx.until(known, takeover_s + ctx.home.doors.ids.uniform(0, config.takeover_s))
+    while not known():
+        check_current(ctx, generation)
+        patient = ctx.home.now() - started < config.decide_wait_s
+        try:
+            finding = await _find(ctx, step, roster, patient)
+            if finding.choice is not None:
+                await _put(ctx, roster, number, finding)
+            else:
+                ctx.note("restore_waits", why=finding.reason)
+                await ctx.until(known, RETRY_S)
+        except (LedgerUnavailable, FormatError) as e:
+            ctx.note("restore_waits", why=str(e))
+            await asyncio.sleep(RETRY_S)
+    return ctx.state.decisions.get(key)
+
+
+async def _find(ctx: JobContext, step: int | None, roster: Roster, patient: bool) -> Finding:
+    state = await ctx.refresh()
+    groups = {c.attempt.key: await groups_of(ctx, c.attempt) for c in candidates(state, step)}
+    answers, silent = await ask_all(ctx, w.HeldQuery(job=ctx.job))
+    facts = Facts(state, answers, silent, groups, patient)
+    return decide_restore(facts, step, roster.generation.world_size)
+
+
+def check_current(ctx: JobContext, generation: int) -> None:
+    """Raises StaleGenerationError when a newer generation began."""
+    current = ctx.state.generation
+    if current is None or current.number != generation:
+        raise StaleGenerationError(f"generation {generation} is over")
+
+
+async def groups_of(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
+    """The group records of an attempt. Raises FormatError for a damaged one."""
+    listing = await ctx.home.doors.ledger.list(ctx.keys.groups_of(attempt))
+    return read_groups(listing.entries, attempt)
+
+
+async def ask_all(ctx: JobContext, query: w.HeldQuery) -> tuple[dict[str, w.HeldReply], list[str]]:
+    """What every living agent holds, and which of them did not answer."""
+    home = ctx.home
+    members = (await home.living()).members
+    limit = asyncio.Semaphore(QUERIES_AT_ONCE)
+    answers: dict[str, w.HeldReply] = {}
+
+    async def ask(member: r.Member) -> None:
+        async with limit:
+            try:
+                timeout_s = home.config.peer_timeout_s
+                reply = await home.doors.peers.call(member.peers_address, query, timeout_s)
+                if isinstance(reply, w.HeldReply) and reply.store_id == member.store_id:
+                    answers[member.node] = reply
+            except CheckpointError as e:
+                ctx.note("no_answer", node=member.node, why=str(e))
+
+    async with asyncio.TaskGroup() as group:
+        for name in sorted(members):
+            group.create_task(ask(members[name]))
+    return answers, sorted(set(members) - set(answers))
+
+
+async def _put(ctx: JobContext, roster: Roster, number: int, finding: Finding) -> None:
+    """Record the decision; one that moves no bytes closes its ballot in the same breath."""
+    generation = roster.generation.number
+    assert finding.choice is not None
+    lineage, base = ctx.home.doors.ids.new(), None
+    if finding.commit is not None:
+        lineage, base = lineage_after(ctx.state, finding.commit, lineage)
+    decision = r.Decision(
+        generation=generation,
+        ballot=number,
+        choice=finding.choice,
+        by=ctx.home.node,
+        reason=finding.reason[:500],
+        commit=finding.commit,
+        lineage=lineage,
+        base=base,
+    )
+    key = ctx.keys.decision(generation, number)
+    puts = [Put(key, pack(decision))]
+    if finding.choice is not r.Choice.RESTORE:
+        ended = finding.choice is r.Choice.NOTHING
+        closed = r.Closed(
+            generation=generation,
+            ballot=number,
+            close=r.Close.OK if ended else r.Close.RETRY,
+            by=ctx.home.node,
+            reason=decision.reason,
+            choice=decision.choice,
+            lineage=lineage if ended else "",
+        )
+        puts.append(Put(ctx.keys.closed(generation, number), pack(closed)))
+    compares = (ctx.state.same_ledger(), ctx.state.same_generation(), absent(key))
+    if await ctx.transact(Txn(compares, tuple(puts))):
+        ctx.note("decided", ballot=number, choice=decision.choice, reason=decision.reason)
+    await ctx.refresh()

@@ -1,0 +1,223 @@
+"""What bytes this node holds: the table of RAM files, and the rules by which a file changes hands.
+
+Every file is FREE (of no attempt, may be reused), FILLING (somebody may be writing) or WHOLE (all
+writers joined and the digests matched). The record beside the file says so for the next agent of
+this store; this table says so for the running one, and also who may still be writing.
+
+Contract: a file is taken only after its record says FILLING; it becomes WHOLE only by `seal`; it
+becomes free only when its attempt was let go *and* its writer said done or is proven dead. So a
+late writer finds only its own file. Nothing here decides whether an attempt may be let go; that is
+`JobState.settled` on a linearizable read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from p2pckpt import records as r
+from p2pckpt.errors import NoRoom, UsageError
+from p2pckpt.ports import Arena, Region
+
+
+def document_name(manifest_digest: str) -> str:
+    """Where a manifest lies beside the files that it describes."""
+    return f"manifest-{manifest_digest}"
+
+
+@dataclass
+class Held:
+    """One RAM file. ``attempt`` None: free. ``writer`` is who may still write into it."""
+
+    file: str
+    capacity: int
+    kind: r.FileKind
+    job: str
+    attempt: r.Attempt | None = None
+    owner: str = ""
+    part: int = 0
+    length: int = 0
+    whole: bool = False
+    manifest_digest: str = ""
+    writer: object | None = None
+    doomed: bool = False
+
+    def record(self) -> r.FileRecord:
+        """As it is written beside the file."""
+        assert self.attempt is not None
+        return r.FileRecord(
+            state=r.FileState.WHOLE if self.whole else r.FileState.FILLING,
+            kind=self.kind,
+            attempt=self.attempt,
+            owner=self.owner,
+            part=self.part,
+            length=self.length,
+            manifest_digest=self.manifest_digest,
+        )
+
+
+@dataclass(frozen=True)
+class Want:
+    """What a file is to hold; ``capacity`` in bytes."""
+
+    kind: r.FileKind
+    attempt: r.Attempt
+    owner: str
+    part: int
+    capacity: int
+
+
+class Holdings:
+    """The files of one arena. ``new_name`` makes unique suffixes for file names."""
+
+    def __init__(self, arena: Arena, new_name: Callable[[], str]) -> None:
+        self._arena = arena
+        self._new_name = new_name
+        self._files: dict[str, Held] = {}
+
+    def adopt(self) -> list[Held]:
+        """At start: take over every file that an earlier agent of this store left WHOLE."""
+        for kept in self._arena.adopt():
+            rec = kept.record
+            self._files[kept.file] = Held(
+                file=kept.file,
+                capacity=kept.capacity,
+                kind=rec.kind,
+                job=rec.attempt.job,
+                attempt=rec.attempt,
+                owner=rec.owner,
+                part=rec.part,
+                length=rec.length,
+                whole=True,
+                manifest_digest=rec.manifest_digest,
+            )
+        return list(self._files.values())
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(list(self._files.values()))
+
+    def of_attempt(self, attempt: r.Attempt) -> list[Held]:
+        """All files that belong to an attempt, whole or not."""
+        return [h for h in self if h.attempt == attempt]
+
+    def of_job(self, job: str) -> list[Held]:
+        """All files of a job that are not free."""
+        return [h for h in self if h.job == job and h.attempt is not None]
+
+    def find(
+        self, attempt: r.Attempt, kind: r.FileKind, part: int, owner: str | None = None
+    ) -> Held | None:
+        """The WHOLE file of one slot (part = rank) or shard (part = index, of `owner`)."""
+        for h in self:
+            same = h.whole and h.attempt == attempt and h.kind == kind and h.part == part
+            if same and owner in (None, h.owner):
+                return h
+        return None
+
+    async def take(self, want: Want, writer: object | None = None) -> Held:
+        """A file for `want`, FILLING: a free one of the job that is large enough, else a new one.
+
+        Free files are given up for lack of room, smallest loss first. Raises NoRoom(need, have).
+        """
+        held = self._reusable(want)
+        if held is None:
+            name = f"{want.kind}-{self._new_name()[:16]}"
+            await self._reserve(name, want.capacity)
+            held = Held(name, want.capacity, want.kind, want.attempt.job)
+        self._files[held.file] = held
+        held.job, held.kind, held.attempt = want.attempt.job, want.kind, want.attempt
+        held.owner, held.part, held.length = want.owner, want.part, 0
+        held.whole, held.doomed, held.manifest_digest = False, False, ""
+        held.writer = writer
+        self._arena.put_record(held.file, held.record())
+        return held
+
+    def _reusable(self, want: Want) -> Held | None:
+        fit = [
+            h
+            for h in self
+            if h.attempt is None
+            and h.job == want.attempt.job
+            and want.capacity <= h.capacity <= 2 * want.capacity
+        ]
+        best = min(fit, key=lambda h: (h.capacity, h.file), default=None)
+        if best is not None:
+            del self._files[best.file]
+        return best
+
+    async def _reserve(self, name: str, capacity: int) -> None:
+        while True:
+            try:
+                return await self._arena.reserve(name, capacity)
+            except NoRoom:
+                free = [h for h in self if h.attempt is None]
+                if not free:
+                    raise
+                self._remove(min(free, key=lambda h: (h.capacity, h.file)))
+
+    def seal(self, held: Held, length: int, manifest_digest: str) -> None:
+        """The bytes are whole and verified; its writer is done. The digest may come later."""
+        if held.attempt is None or not 0 <= length <= held.capacity:
+            raise UsageError(f"{held.file}: seal of {length} bytes, capacity {held.capacity}")
+        held.length, held.manifest_digest, held.whole, held.writer = (
+            length,
+            manifest_digest,
+            True,
+            None,
+        )
+        if not held.doomed:
+            self._arena.put_record(held.file, held.record())
+        self._settle(held)
+
+    def writer_done(self, held: Held) -> None:
+        """Its writer stopped without finishing, or is proven dead."""
+        held.writer = None
+        self._settle(held)
+
+    def written_by(self, writer: object) -> list[Held]:
+        """Files that a writer may still be writing."""
+        return [h for h in self if h.writer == writer]
+
+    def release(self, held: Held) -> None:
+        """Its attempt is settled: free it, at once or when its writer is done."""
+        held.doomed = True
+        self._settle(held)
+
+    def _settle(self, held: Held) -> None:
+        if held.doomed and held.writer is None:
+            held.attempt, held.whole, held.doomed, held.length = None, False, False, 0
+
+    def drop_free(self, job: str) -> None:
+        """Give the free files of a job back to the node."""
+        for held in self:
+            if held.attempt is None and held.job == job:
+                self._remove(held)
+
+    def reopen(self, held: Held, writer: object) -> None:
+        """Bytes of a WHOLE file are to be written again in place."""
+        held.whole, held.writer = False, writer
+        self._arena.put_record(held.file, held.record())
+
+    def sweep_documents(self) -> None:
+        """Remove manifests that no file refers to."""
+        wanted = {document_name(h.manifest_digest) for h in self if h.attempt is not None}
+        for name in self._arena.documents():
+            if name.startswith("manifest-") and name not in wanted:
+                self._arena.remove(name)
+
+    def _remove(self, held: Held) -> None:
+        self._arena.remove(held.file)
+        del self._files[held.file]
+
+    def region(self, held: Held, offset: int = 0, length: int | None = None) -> Region:
+        """A part of the file, the written part by default. Raises UsageError if out of range."""
+        length = held.length - offset if length is None else length
+        if min(offset, length) < 0 or offset + length > held.capacity:
+            raise UsageError(
+                f"{held.file}: range {offset}+{length} is outside its {held.capacity} bytes"
+            )
+        return Region(held.file, offset, length)
+
+    def view(self, held: Held, offset: int = 0, length: int | None = None) -> memoryview:
+        """The bytes of `region`."""
+        return self._arena.view(self.region(held, offset, length))

@@ -1,0 +1,142 @@
+"""One job on this node: who of its ranks is here, and which part answers which call.
+
+A trainer's first call is TrainerJoin; from then on its calls go to the parts: saving, restoring.
+Calls of a rank whose generation is over are refused by name, so a zombie rank learns it at once;
+what it could still do to the ledger is fenced anyway.
+
+Contract: one `JobAgent` a job, also for jobs of which this node only holds shards. Background
+loops (mirror, retirement) run as long as the agent does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.agent.context import Home, JobContext
+from p2pckpt.agent.gather import Gathering
+from p2pckpt.agent.launch import Launch, Launches
+from p2pckpt.agent.restoring import Restoring
+from p2pckpt.agent.retire import retire
+from p2pckpt.agent.saving import Saving
+from p2pckpt.errors import StaleGenerationError, UsageError
+from p2pckpt.ports import TrainerId
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A living rank: which rank of which launch a process is."""
+
+    rank: int
+    launch: Launch
+
+
+class JobAgent:
+    """One job on one node."""
+
+    def __init__(self, home: Home, job: str) -> None:
+        self.ctx = JobContext(home, job)
+        self.gathering = Gathering()
+        self.launches = Launches(self.ctx)
+        self.saving = Saving(self.ctx, self.gathering, self.living_ranks)
+        self.restoring = Restoring(self.ctx, self.gathering)
+        self.seats: dict[TrainerId, Seat] = {}
+
+    async def start(self) -> None:
+        """Read the job's records and follow them; track what is held of it from before."""
+        home = self.ctx.home
+        home.spawn(f"follow {self.ctx.job}", self.ctx.follow())
+        home.spawn(f"retire {self.ctx.job}", retire(self.ctx))
+        home.spawn(f"adopt {self.ctx.job}", self._adopted())
+
+    async def _adopted(self) -> None:
+        """Files from before: an unsealed slot's attempt cannot be finished by this session."""
+        ctx = self.ctx
+        await ctx.until(lambda: ctx.following, None)
+        for held in ctx.home.holdings.of_job(ctx.job):
+            assert held.attempt is not None
+            if held.attempt.ledger_id != ctx.state.ledger_id:
+                ctx.note("stranger", file=held.file, ledger=held.attempt.ledger_id)
+                continue
+            if held.kind is r.FileKind.SLOT and not held.manifest_digest:
+                await ctx.abort(held.attempt, f"the agent of {ctx.home.node} restarted before seal")
+            ctx.track(held.attempt)
+
+    # -- trainers ---------------------------------------------------------------------------------
+
+    async def join(self, trainer: TrainerId, call: w.TrainerJoin) -> r.Record:
+        """Seat a rank in the generation of its launch."""
+        if (seat := self.seats.pop(trainer, None)) is not None:
+            seat.launch.trainers.pop(seat.rank, None)
+            if seat.launch.generation is not None:
+                await self.launches.report(seat.launch.generation.number, seat.launch.trainers)
+        launch = await self.launches.join(trainer, call)
+        assert launch.generation is not None
+        self.seats[trainer] = Seat(call.rank, launch)
+        await self.ctx.load_roster()
+        return w.Joined(generation=launch.generation.number, node=self.ctx.home.node)
+
+    async def call(self, trainer: TrainerId, request: r.Record) -> r.Record:
+        """One call of a seated rank."""
+        rank = self._seat(trainer).rank
+        match request:
+            case w.OpenSlot():
+                return await self.saving.open_slot(trainer, rank, request)
+            case w.SlotDone():
+                return await self.saving.slot_done(rank, request)
+            case w.SlotFailed():
+                return await self.saving.slot_failed(rank, request)
+            case w.SaveStatus():
+                return await self.saving.status(request)
+            case w.RestoreCall():
+                return await self.restoring.restore(rank, request)
+            case w.MendChunk():
+                return await self.restoring.mend(rank, request)
+            case w.RestoreDone():
+                return await self.restoring.done(rank, request)
+            case w.ListSteps():
+                return self._steps()
+            case w.Leave():
+                await self._leave(trainer)
+                return w.Accepted()
+        raise UsageError(f"{type(request).__name__} is not a request of a trainer")
+
+    async def trainer_gone(self, trainer: TrainerId) -> None:
+        """A process died: its rank ends what it had begun, and the ledger is told."""
+        self.seats.pop(trainer, None)
+        await self.saving.trainer_gone(trainer)
+        await self.launches.trainer_gone(trainer)
+
+    def living_ranks(self) -> set[int]:
+        """Ranks of this job that live on this node."""
+        return {seat.rank for seat in self.seats.values()}
+
+    async def _leave(self, trainer: TrainerId) -> None:
+        self.seats.pop(trainer, None)
+        await self.launches.trainer_gone(trainer)
+
+    def _seat(self, trainer: TrainerId) -> Seat:
+        seat = self.seats.get(trainer)
+        if seat is None or seat.launch.generation is None:
+            raise UsageError(f"pid {trainer.pid} has not joined job {self.ctx.job}")
+        current = self.ctx.state.generation
+        if current is not None and current.number > seat.launch.generation.number:
+            raise StaleGenerationError(
+                f"rank {seat.rank} belongs to generation {seat.launch.generation.number} of job "
+                f"{self.ctx.job}; generation {current.number} began"
+            )
+        return seat
+
+    def _steps(self) -> r.Record:
+        state = self.ctx.state
+        closed = state.current_lineage()
+        committed = tuple(state.steps(closed.lineage)) if closed else ()
+        if not committed and (latest := state.latest()):
+            committed = (latest.attempt.step,)
+        in_flight = sorted(
+            own.attempt.step
+            for own in self.saving.open.values()
+            if not self.ctx.decided(own.attempt)
+        )
+        return w.Steps(committed=committed, in_flight=tuple(in_flight))

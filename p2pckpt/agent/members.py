@@ -1,0 +1,51 @@
+"""This agent's own membership: a lease that is kept, and what happens when it is lost.
+
+The session carries the lease; the store carries the bytes. Losing the lease (a pause, a partition,
+an etcd outage longer than `lease_s`) ends the session, not the store: the agent opens a new one and
+says again which trainers live. Meanwhile it grants nothing new (`Home.cut_off`), but it reads.
+
+Contract: renewal runs for ever and never raises; `on_session` is called after every new session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from msgspec import structs
+
+from p2pckpt.agent.context import RETRY_S, Home
+from p2pckpt.errors import CheckpointError
+
+
+async def keep_session(home: Home, on_session: Callable[[], Awaitable[None]]) -> None:
+    """Open a session, renew it, open the next one when it is gone."""
+    while True:
+        try:
+            if home.session is None:
+                await _open(home)
+                await on_session()
+            await asyncio.sleep(home.config.keepalive_s)
+            asked_at = home.now()
+            session = home.session
+            if session is not None and await home.doors.membership.keep(session):
+                home.kept_at = asked_at
+            else:
+                home.doors.notes("session_lost", {"node": home.node})
+                home.session = None
+        except CheckpointError as e:
+            home.doors.notes("session_later", {"node": home.node, "why": str(e)})
+            await asyncio.sleep(RETRY_S)
+
+
+async def _open(home: Home) -> None:
+    asked_at = home.now()
+    member = structs.replace(
+        home.member,
+        session=home.doors.ids.new(),
+        peers_address=home.doors.peers.address,
+        transport_address=home.doors.transport.address,
+    )
+    session = await home.doors.membership.open(member, home.config.lease_s)
+    home.member, home.session, home.kept_at = member, session, asked_at
+    home.doors.notes("session", {"node": home.node, "revision": session.revision})

@@ -1,0 +1,379 @@
+"""One restore of the job on this node: a decision for all, bytes for local ranks, one closing.
+
+    restore call -> decision (one for the generation) -> local rank files -> trainers load
+                 -> node report -> group report -> closed, the same for all ranks
+
+A call of the trainers is answered by ballots. A ballot that ends in RETRY or BAD lets the next one
+begin, up to `max_ballots`; the n-th restore call of every rank belongs to the n-th ballot that ends
+for good, so ranks that come early or late meet in the same one.
+
+Contract: no rank returns before the closing says OK. An attempt is read only under a reader's
+record, so that it cannot be retired meanwhile. Trouble with time, room or peers is RETRY; only
+bytes that were read and were wrong quarantine a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.agent.context import RETRY_S, JobContext, Roster
+from p2pckpt.agent.deciding import ask_all, decision_of, groups_of
+from p2pckpt.agent.gather import Gathering, hand_in, pause
+from p2pckpt.agent.holdings import Held, Want, document_name
+from p2pckpt.errors import (
+    CheckpointError,
+    FormatError,
+    LedgerUnavailable,
+    RestoreFailed,
+    SourcesAway,
+)
+from p2pckpt.jobstate import JobState
+from p2pckpt.ports import Put, Region, Txn, absent
+from p2pckpt.restore.fetch import Fetching
+from p2pckpt.restore.locate import Facts, decide_close, sources_of
+from p2pckpt.restore.pipeline import Fetched, Stage, restore_rank
+from p2pckpt.restore.verify import open_manifest, snapshot_table
+from p2pckpt.wire import pack
+
+
+@dataclass
+class Ballot:
+    """This node's side of a ballot: what its ranks reported, and until when it may take."""
+
+    decision: r.Decision
+    ranks: tuple[int, ...]
+    results: dict[int, w.RestoreDone] = field(default_factory=dict)
+    files: dict[int, Held] = field(default_factory=dict)
+
+
+def final(closed: r.Closed) -> bool:
+    """Does this closing answer a restore call for good?"""
+    return closed.ballot > 0 and (closed.close is r.Close.OK or closed.choice is r.Choice.UNPROVEN)
+
+
+def where_is(state: JobState, generation: int, ordinal: int) -> tuple[int, r.Closed | None, int]:
+    """(ballot, its final closing if it has one, ballots that failed before) of a restore call."""
+    closings = [c for (g, _), c in sorted(state.closed.items()) if g == generation and c.ballot]
+    ends = [c for c in closings if final(c)]
+    if ordinal < len(ends):
+        return ends[ordinal].ballot, ends[ordinal], 0
+    after = ends[-1].ballot if ends else 0
+    last = closings[-1].ballot if closings else 0
+    return last + 1, None, last - after
+
+
+class Restoring:
+    """The restores of one job on this node."""
+
+    def __init__(self, ctx: JobContext, gathering: Gathering) -> None:
+        self.ctx = ctx
+        self.gathering = gathering
+        self.ballots: dict[int, Ballot] = {}
+        self.reading: set[str] = set()
+
+    # -- the trainers' calls ----------------------------------------------------------------------
+
+    async def restore(self, rank: int, call: w.RestoreCall) -> r.Record:
+        """The rank's file, RestoreNothing, or RestoreAgain. Raises RestoreFailed."""
+        ctx = self.ctx
+        roster = await self._roster()
+        generation, config = roster.generation, ctx.home.config
+        number, closed, failures = where_is(ctx.state, generation.number, call.ordinal)
+        if closed is not None:
+            return self._answer(closed)
+        if failures >= config.max_ballots:
+            raise RestoreFailed(f"{failures} ballots failed; the last: {self._last(generation)}")
+        decision = await decision_of(ctx, roster, number, call.step)
+        if (ended := ctx.state.closed.get((generation.number, number))) is not None:
+            return self._answer(ended) if final(ended) else w.RestoreAgain(reason=ended.reason)
+        assert decision is not None
+        assert decision.commit is not None
+        ballot = self._ballot(roster, decision)
+        if call.step is not None and decision.commit.attempt.step != call.step:
+            reason = f"rank {rank} asked for step {call.step}, others for another"
+            await self._result(ballot, rank, w.RestoreDone(ballot=number, failed=reason))
+            return w.RestoreAgain(reason=reason)
+        try:
+            return await self._file(ballot, rank)
+        except (CheckpointError, TimeoutError) as e:
+            retryable = not (isinstance(e, RestoreFailed) and not e.retryable)
+            failed = w.RestoreDone(ballot=number, failed=str(e), retryable=retryable)
+            reply = await self._result(ballot, rank, failed)
+            return w.RestoreAgain(reason=reply.reason or str(e))
+
+    async def done(self, rank: int, call: w.RestoreDone) -> r.Record:
+        """The rank loaded its state, or could not; answered with the closing for all."""
+        roster = await self._roster()
+        ballot = self.ballots.get(call.ballot)
+        if ballot is None or ballot.decision.generation != roster.generation.number:
+            raise RestoreFailed(f"ballot {call.ballot} is not open on {self.ctx.home.node}")
+        return w.RestoreClosed(closed=await self._result(ballot, rank, call))
+
+    async def mend(self, rank: int, call: w.MendChunk) -> r.Record:
+        """Bytes of the rank's file are wrong: bring them anew from other nodes, in place."""
+        ballot = self.ballots.get(call.ballot)
+        held = ballot.files.get(rank) if ballot else None
+        if ballot is None or held is None:
+            raise RestoreFailed(f"rank {rank} has no restore file in ballot {call.ballot}")
+        self.ctx.note("mend", rank=rank, offset=call.offset, length=call.length)
+        length, digest, writer = held.length, held.manifest_digest, object()
+
+        async def in_place(size: int) -> Region:
+            return self.ctx.home.holdings.region(held, 0, size)
+
+        self.ctx.home.holdings.reopen(held, writer)
+        try:
+            await self._fetch(ballot, rank, in_place)
+        except BaseException:
+            self.ctx.home.holdings.writer_done(held)
+            raise
+        self.ctx.home.holdings.seal(held, length, digest)
+        return w.Accepted()
+
+    # -- bytes ------------------------------------------------------------------------------------
+
+    async def _file(self, ballot: Ballot, rank: int) -> w.RestoreFile:
+        """The rank's snapshot as a file of this node: its own slot, or fetched from peers."""
+        ctx, holdings = self.ctx, self.ctx.home.holdings
+        commit = ballot.decision.commit
+        assert commit is not None
+        attempt = commit.attempt
+        await self._register(attempt)
+        share = await self._share(attempt, rank)
+        held = holdings.find(attempt, r.FileKind.SLOT, rank)
+        packed = ctx.home.doors.arena.document(document_name(share.manifest_digest))
+        source = "local"
+        if held is None or held.manifest_digest != share.manifest_digest or packed is None:
+            held, packed = await self._bring(ballot, rank)
+            source = "peers"
+        ballot.files[rank] = held
+        manifest = open_manifest(packed, share.manifest_digest)
+        return w.RestoreFile(
+            ballot=ballot.decision.ballot,
+            step=attempt.step,
+            file=held.file,
+            length=held.length,
+            chunk_bytes=manifest.chunk_bytes,
+            table=snapshot_table(manifest, rank),
+            source=source,
+            meta=manifest.of_rank(rank).meta,
+        )
+
+    async def _bring(self, ballot: Ballot, rank: int) -> tuple[Held, bytes]:
+        """Fetch a rank into a new slot; it is the rank's own slot from then on."""
+        holdings, node = self.ctx.home.holdings, self.ctx.home.node
+        assert ballot.decision.commit is not None
+        attempt = ballot.decision.commit.attempt
+        taken: list[Held] = []
+        self.ctx.track(attempt)
+
+        async def room(size: int) -> Region:
+            want = Want(r.FileKind.SLOT, attempt, node, rank, max(1, size))
+            taken.append(await holdings.take(want, object()))
+            return holdings.region(taken[0], 0, size)
+
+        try:
+            fetched = await self._fetch(ballot, rank, room)
+        except BaseException:
+            for held in taken:
+                holdings.release(held)
+                holdings.writer_done(held)
+            raise
+        packed = pack(fetched.manifest)
+        share = await self._share(attempt, rank)
+        self.ctx.home.doors.arena.put_document(document_name(share.manifest_digest), packed)
+        holdings.seal(taken[0], fetched.target.length, share.manifest_digest)
+        return taken[0], packed
+
+    async def _fetch(self, ballot: Ballot, rank: int, room: Stage) -> Fetched:
+        """Run the restore pipeline for a rank, into the region that `room` gives."""
+        ctx, holdings = self.ctx, self.ctx.home.holdings
+        assert ballot.decision.commit is not None
+        attempt = ballot.decision.commit.attempt
+        share = await self._share(attempt, rank)
+        answers, _ = await ask_all(ctx, w.HeldQuery(job=ctx.job, attempt=attempt))
+        facts = Facts(ctx.state, answers, (), {}, False)
+        members = (await ctx.home.living(ctx.home.config.keepalive_s)).members
+        sources = sources_of(share, attempt, facts)
+        job = Fetching(rank, share, attempt, sources, members, ctx.home.doors, ctx.home.config)
+        stages: list[Held] = []
+
+        async def scratch(size: int) -> Region:
+            want = Want(r.FileKind.STAGE, attempt, ctx.home.node, rank, max(1, size))
+            stages.append(await holdings.take(want))
+            return holdings.region(stages[-1], 0, size)
+
+        try:
+            fetched = await restore_rank(job, room, scratch)
+        finally:
+            for stage in stages:
+                holdings.release(stage)
+        ctx.note(
+            "fetched",
+            rank=rank,
+            attempt=attempt.key,
+            bytes_from=fetched.bytes_from,
+            decoded=list(fetched.decoded),
+        )
+        return fetched
+
+    async def _share(self, attempt: r.Attempt, rank: int) -> r.SealedShare:
+        for group in await groups_of(self.ctx, attempt):
+            for share in group.shares:
+                if rank in share.ranks:
+                    return share
+        raise RestoreFailed(f"step {attempt.step}: no group record has rank {rank}")
+
+    async def _register(self, attempt: r.Attempt) -> None:
+        """A reader's record: the attempt is not retired while this node reads."""
+        ctx = self.ctx
+        if attempt.key in self.reading:
+            return
+        key = ctx.keys.readers(attempt) + ctx.home.node
+        compares = (ctx.state.same_ledger(), absent(ctx.keys.retired(attempt)))
+        await ctx.transact(Txn(compares, (Put(key, b"1", ctx.home.session),)))
+        if await ctx.home.doors.ledger.get(key) is None:
+            raise SourcesAway(f"step {attempt.step} was retired before it could be read")
+        self.reading.add(attempt.key)
+
+    # -- closing ----------------------------------------------------------------------------------
+
+    def _ballot(self, roster: Roster, decision: r.Decision) -> Ballot:
+        known = self.ballots.get(decision.ballot)
+        if known is None or known.decision != decision:
+            found = roster.find(self.ctx.home.node)
+            assert found is not None
+            known = self.ballots[decision.ballot] = Ballot(decision, found[1].ranks)
+            self.ctx.home.spawn(
+                f"ballot {decision.generation}/{decision.ballot}", self._run(roster, known)
+            )
+        return known
+
+    async def _result(self, ballot: Ballot, rank: int, done: w.RestoreDone) -> r.Closed:
+        """Note a rank's result and wait for the closing; StaleGenerationError if fenced."""
+        ctx, key = self.ctx, (ballot.decision.generation, ballot.decision.ballot)
+        ballot.results[rank] = done
+        ctx.wake()
+        await ctx.until(lambda: key in ctx.state.closed or self._over(ballot), None)
+        await self._roster()
+        return ctx.state.closed[key]
+
+    def _over(self, ballot: Ballot) -> bool:
+        """A newer generation ends every older ballot."""
+        generation = self.ctx.state.generation
+        return generation is not None and generation.number > ballot.decision.generation
+
+    async def _run(self, roster: Roster, ballot: Ballot) -> None:
+        """Hand in this node's report and see the ballot closed."""
+        ctx, decision = self.ctx, ballot.decision
+        key = (decision.generation, decision.ballot)
+        deadline = ctx.home.now() + ctx.home.config.restore_timeout_s
+
+        def ended() -> bool:
+            return key in ctx.state.closed or self._over(ballot)
+
+        def reported() -> bool:
+            results = ballot.results
+            return (
+                ended()
+                or set(results) == set(ballot.ranks)
+                or any(d.failed for d in results.values())
+            )
+
+        if await ctx.until(reported, ctx.home.config.restore_timeout_s) and not ended():
+            handing = ctx.home.spawn(f"report {key}", self._report(roster, ballot, ended))
+        else:
+            handing = None
+        leads = roster.leads(ctx.home.node)
+        while not ended():
+            await pause(ctx, leads, ended)
+            if ended():
+                break
+            try:
+                await self._close(roster, decision, ctx.home.now() > deadline)
+            except (LedgerUnavailable, FormatError) as e:
+                ctx.note("close_later", why=str(e))
+                await ctx.until(ended, RETRY_S)
+        if handing is not None:
+            await asyncio.wait([handing], timeout=ctx.home.config.peer_timeout_s)
+        await self._unregister(decision)
+
+    async def _report(self, roster: Roster, ballot: Ballot, ended: Callable[[], bool]) -> None:
+        ctx, decision = self.ctx, ballot.decision
+        report = r.NodeReport(
+            node=ctx.home.node,
+            ranks=ballot.ranks,
+            failed={rank: d.failed[:200] for rank, d in ballot.results.items() if d.failed},
+            retryable=all(d.retryable for d in ballot.results.values() if d.failed),
+        )
+
+        async def write(group: int, pieces: list[w.HandIn]) -> bool:
+            record = r.GroupReport(
+                generation=decision.generation,
+                ballot=decision.ballot,
+                group=group,
+                reports=tuple(p.report for p in pieces if p.report is not None),
+            )
+            key = ctx.keys.report(decision.generation, decision.ballot, group)
+            compares = (ctx.state.same_ledger(), ctx.state.same_generation(), absent(key))
+            await ctx.transact(Txn(compares, (Put(key, pack(record)),)))
+            return await ctx.home.doors.ledger.get(key) is not None
+
+        piece = w.HandIn(
+            job=ctx.job,
+            node=ctx.home.node,
+            generation=decision.generation,
+            report=report,
+            ballot=decision.ballot,
+        )
+        await hand_in(ctx, roster, piece, self.gathering, write, ended)
+
+    async def _close(self, roster: Roster, decision: r.Decision, overdue: bool) -> None:
+        ctx = self.ctx
+        prefix = ctx.keys.reports_of(decision.generation, decision.ballot)
+        listing = await ctx.home.doors.ledger.list(prefix)
+        groups = [w.unpack(e.value, r.GroupReport) for e in listing.entries]
+        closed = decide_close(decision, groups, roster.generation.pieces, overdue)
+        if closed is None:
+            return
+        key = ctx.keys.closed(decision.generation, decision.ballot)
+        compares = (ctx.state.same_ledger(), ctx.state.same_generation(), absent(key))
+        if await ctx.transact(Txn(compares, (Put(key, pack(closed)),))):
+            ctx.note("closed", ballot=decision.ballot, close=closed.close, reason=closed.reason)
+        await ctx.refresh()
+
+    async def _unregister(self, decision: r.Decision) -> None:
+        if decision.commit is None:
+            return
+        attempt = decision.commit.attempt
+        self.reading.discard(attempt.key)
+        try:
+            key = self.ctx.keys.readers(attempt) + self.ctx.home.node
+            await self.ctx.transact(Txn(deletes=(key,)))
+        except LedgerUnavailable as e:
+            self.ctx.note("reader_stays", why=str(e))
+
+    # -- small things -----------------------------------------------------------------------------
+
+    async def _roster(self) -> Roster:
+        roster = await self.ctx.load_roster()
+        if roster is None or roster.find(self.ctx.home.node) is None:
+            raise RestoreFailed(f"{self.ctx.home.node} has no rank in the current generation")
+        return roster
+
+    def _answer(self, closed: r.Closed) -> r.Record:
+        if closed.choice is r.Choice.NOTHING:
+            return w.RestoreNothing(ballot=closed.ballot, reason=closed.reason)
+        if closed.choice is r.Choice.UNPROVEN:
+            raise RestoreFailed(closed.reason)
+        raise RestoreFailed(f"ballot {closed.ballot} was closed without this rank")
+
+    def _last(self, generation: r.Generation) -> str:
+        closings = [
+            c for (g, _), c in sorted(self.ctx.state.closed.items()) if g == generation.number
+        ]
+        return closings[-1].reason if closings else "none"

@@ -1,0 +1,151 @@
+"""Old steps go, by record only; and the ledger forgets what is settled.
+
+After a commit, whatever is beyond the newest `keep_last` steps of the current lineage is retired:
+one fenced transaction puts `retired/<attempt>` and takes the commit away. Each holder then frees
+its own bytes after its own read (`JobContext._track`). There is no remote delete.
+
+Outcomes and retirements would pile up, so the floor follows: everything below it is settled, and a
+commit or abort of such an attempt is refused by its own transaction. So a committer that slept
+through the clean-up can do no harm.
+
+Contract: `decide_*` are pure. Never retired: one of the newest keep_last steps of the lineage, the
+base while the lineage has fewer than keep_last steps of its own, anything with a reader.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from p2pckpt import records as r
+from p2pckpt.agent.context import RETRY_S, JobContext
+from p2pckpt.errors import LedgerUnavailable
+from p2pckpt.jobstate import JobState
+from p2pckpt.ports import Compare, Put, Txn, absent, none_in, prefix_end, present
+from p2pckpt.wire import pack
+
+RECENT_OUTCOMES = 8
+"""Outcomes kept above the floor, for trainers that ask a little late."""
+
+OPERATIONS = 100
+"""Of one clean-up transaction; etcd allows 128."""
+
+OTHERS_AFTER_S = 5.0
+"""Agents other than that of rank 0 retire what is still due after this."""
+
+
+@dataclass(frozen=True)
+class Retirement:
+    """One commit that may go, because of the newer ones at `because`."""
+
+    commit: r.Commit
+    because: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Trim:
+    """The new floor and the keys that it makes needless."""
+
+    floor: str
+    deletes: tuple[str, ...]
+
+
+def decide_retire(state: JobState, keep_last: int) -> list[Retirement]:
+    """Commits that keep_last newer ones of the current lineage make needless, oldest first."""
+    current = state.current_lineage()
+    if current is None or keep_last < 1:
+        return []
+    newest = state.steps(current.lineage)[-keep_last:]
+    if len(newest) < keep_last:
+        return []
+    because = tuple(state.keys.commit(current.lineage, step) for step in newest)
+    out = []
+    for (lineage, step), commit in sorted(state.commits.items()):
+        if lineage == current.lineage and step < newest[0]:
+            out.append(Retirement(commit, because, f"{keep_last} newer steps in its lineage"))
+        elif lineage != current.lineage:
+            out.append(Retirement(commit, because, f"{keep_last} steps in a later lineage"))
+    return out
+
+
+def retire_txn(state: JobState, due: Retirement, by: str) -> Txn:
+    """Irrevocable, and only if nobody reads it and nothing of the reason changed."""
+    attempt, keys = due.commit.attempt, state.keys
+    commit_key = keys.commit(due.commit.lineage, attempt.step)
+    readers = keys.readers(attempt)
+    record = r.Retired(attempt=attempt, by=by, reason=due.reason)
+    return Txn(
+        compares=(
+            state.same_ledger(),
+            state.same_generation(),
+            absent(keys.retired(attempt)),
+            present(commit_key),
+            none_in(readers, prefix_end(readers)),
+            *(present(key) for key in due.because),
+        ),
+        puts=(Put(keys.retired(attempt), pack(record)),),
+        deletes=(commit_key, *(keys.group(attempt, g) for g in range(due.commit.groups))),
+    )
+
+
+def decide_trim(state: JobState) -> Trim | None:
+    """How far the floor may rise: past decided attempts, but for the most recent ones."""
+    if state.generation is None:
+        return None
+    number, keys = state.generation.number, state.keys
+    floor_generation, floor_ordinal = (int(part) for part in state.floor.split("."))
+    ordinal = floor_ordinal if floor_generation == number else 0
+    decided = {o.attempt.ordinal for o in state.outcomes.values() if o.attempt.generation == number}
+    first = ordinal
+    while ordinal in decided:
+        ordinal += 1
+    floor = f"{number:010d}.{max(first, ordinal - RECENT_OUTCOMES):010d}"
+    pieces = state.generation.pieces
+    deletes = []
+    for _, outcome in sorted(state.outcomes.items()):
+        if outcome.attempt.floor_key < floor:
+            deletes.append(keys.outcome(outcome.attempt))
+            if outcome.verdict is r.Verdict.ABORT:
+                deletes += [keys.group(outcome.attempt, g) for g in range(pieces)]
+    deletes += [keys.retirements + key for key in sorted(state.retired) if key < floor]
+    current = state.current_lineage()
+    for (generation, ballot), closed in sorted(state.closed.items()):
+        if generation < number and closed != current and not state.steps(closed.lineage):
+            deletes.append(keys.closed(generation, ballot))
+            deletes += [keys.report(generation, ballot, g) for g in range(pieces)]
+    deletes += [keys.decision(g, b) for g, b in sorted(state.decisions) if g < number]
+    return Trim(floor, tuple(deletes)) if floor != state.floor or deletes else None
+
+
+def trim_txn(state: JobState, trim: Trim) -> Txn:
+    """The floor first; then, at most OPERATIONS at a time, what lies below it."""
+    compares: tuple[Compare, ...] = (state.same_ledger(), state.same_generation())
+    return Txn(compares, (Put(state.keys.floor, trim.floor.encode()),), trim.deletes[:OPERATIONS])
+
+
+async def retire(ctx: JobContext) -> None:
+    """For ever: retire what is due, then trim; rank 0's agent at once, others if it does not."""
+    while True:
+        await ctx.until(lambda: bool(_due(ctx)), None)
+        roster = ctx.roster
+        if roster is None or not roster.leads(ctx.home.node):
+            await ctx.until(lambda: not _due(ctx), OTHERS_AFTER_S)
+        try:
+            for due in _due(ctx):
+                if await ctx.transact(retire_txn(ctx.state, due, ctx.home.node)):
+                    ctx.note("retired", attempt=due.commit.attempt.key, reason=due.reason)
+            await ctx.refresh()
+            if trim := decide_trim(ctx.state):
+                await ctx.transact(trim_txn(ctx.state, trim))
+                await ctx.refresh()
+        except LedgerUnavailable as e:
+            ctx.note("retire_later", why=str(e))
+        await ctx.until(lambda: False, RETRY_S)
+
+
+def _due(ctx: JobContext) -> list[Retirement]:
+    generation = ctx.state.generation
+    found = ctx.roster.find(ctx.home.node) if ctx.roster else None
+    if generation is None or found is None:
+        return []
+    return decide_retire(ctx.state, generation.keep_last)

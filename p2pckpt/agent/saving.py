@@ -1,0 +1,348 @@
+"""One attempt on this node, from the first slot to the outcome.
+
+    open_slot -> (trainer writes) -> slot_done -> save_share -> hand_in -> settle
+
+A rank gets one of its slots at once or, after a short bounded wait, the attempt is skipped for
+everybody: ABORT is written before anyone is told. When the last local rank is done the share is
+encoded, sent, sealed and handed in, without the trainers; then this node, like every other of the
+roster, sees to it that the attempt gets its one outcome.
+
+Contract: whatever fails ends in ABORT with the reason, never in a wait without end; a slot is
+reused only after its attempt is settled and its writer is done or dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.agent.context import RETRY_S, JobContext, Roster
+from p2pckpt.agent.gather import Gathering, hand_in, pause
+from p2pckpt.agent.holdings import Held, Want, document_name
+from p2pckpt.errors import (
+    CheckpointError,
+    FormatError,
+    LedgerUnavailable,
+    NoRoom,
+    StaleGenerationError,
+    UsageError,
+)
+from p2pckpt.ports import Put, Region, TrainerId, Txn, absent
+from p2pckpt.save.commit import (
+    Demand,
+    commit_txn,
+    decide_commit,
+    group_txn,
+    read_groups,
+)
+from p2pckpt.save.pipeline import Origin, OwnSlot, save_share
+from p2pckpt.save.send import Crew
+from p2pckpt.wire import pack
+from topology.cluster import LEVELS, Cluster, Node, TopologyError
+from topology.place import Level, Rules
+
+
+@dataclass
+class OwnAttempt:
+    """This node's side of an attempt: the slots of its ranks, and what they said."""
+
+    attempt: r.Attempt
+    ranks: tuple[int, ...]
+    slots: dict[int, Held] = field(default_factory=dict)
+    done: dict[int, w.SlotDone] = field(default_factory=dict)
+
+
+class Saving:
+    """The attempts of one job on this node."""
+
+    def __init__(
+        self, ctx: JobContext, gathering: Gathering, living_ranks: Callable[[], set[int]]
+    ) -> None:
+        self.ctx = ctx
+        self.gathering = gathering
+        self.living_ranks = living_ranks
+        self.open: dict[str, OwnAttempt] = {}
+
+    # -- the trainers' calls ----------------------------------------------------------------------
+
+    async def open_slot(self, trainer: TrainerId, rank: int, call: w.OpenSlot) -> r.Record:
+        """A slot to write into, or Skipped after `skip_wait_s`."""
+        ctx = self.ctx
+        own = self._own(call.ordinal, call.step)
+        attempt = own.attempt
+        if rank in own.slots:
+            raise UsageError(f"rank {rank} opened attempt {attempt.key} twice")
+        if ctx.decided(attempt):
+            return w.Skipped(reason=self._why(attempt))
+        ctx.track(attempt)
+        spare_s = ctx.home.config.skip_wait_s
+        if not await ctx.until(lambda: ctx.decided(attempt) or self._may_take(rank), spare_s):
+            reason = f"skipped by rank {rank}: its earlier saves are still in flight"
+            await ctx.abort(attempt, reason)
+        if ctx.decided(attempt):
+            return w.Skipped(reason=self._why(attempt))
+        want = Want(r.FileKind.SLOT, attempt, ctx.home.node, rank, self._capacity(call.capacity))
+        try:
+            held = await ctx.home.holdings.take(want, trainer)
+        except NoRoom as e:
+            await ctx.abort(attempt, f"skipped by rank {rank}: {e}")
+            return w.Skipped(reason=str(e))
+        own.slots[rank] = held
+        return w.Slot(file=held.file, capacity=held.capacity)
+
+    async def slot_done(self, rank: int, call: w.SlotDone) -> r.Record:
+        """The snapshot is whole; the last local rank starts the share on its way."""
+        own = self._own(call.ordinal, call.step)
+        held = own.slots.get(rank)
+        if held is None or held.attempt != own.attempt:
+            raise UsageError(f"rank {rank} has no slot for attempt {own.attempt.key}")
+        self.ctx.home.holdings.seal(held, call.length, "")
+        own.done[rank] = call
+        if set(own.done) == set(own.ranks) and not self.ctx.decided(own.attempt):
+            self.ctx.note("process_safe", attempt=own.attempt.key)
+            self.ctx.home.spawn(f"save {own.attempt.key}", self._save(own))
+        return w.Accepted()
+
+    async def slot_failed(self, rank: int, call: w.SlotFailed) -> r.Record:
+        """The trainer could not write: ABORT, and the slot's writer is done."""
+        own = self._own(call.ordinal, call.step)
+        await self.ctx.abort(own.attempt, f"rank {rank}: {call.reason}")
+        if held := own.slots.get(rank):
+            self.ctx.home.holdings.writer_done(held)
+        return w.Accepted()
+
+    async def status(self, call: w.SaveStatus) -> r.Record:
+        """The outcome, waiting at most `wait_s`."""
+        own = self._own(call.ordinal, call.step)
+        state_of = self._outcome
+        await self.ctx.until(lambda: state_of(own.attempt) is not None, min(call.wait_s, 60.0))
+        return w.SaveState(outcome=state_of(own.attempt))
+
+    async def trainer_gone(self, trainer: TrainerId) -> None:
+        """A process is dead: what it had not finished cannot be finished."""
+        for held in self.ctx.home.holdings.written_by(trainer):
+            self.ctx.home.holdings.writer_done(held)
+            if held.attempt is not None and not held.whole:
+                await self.ctx.abort(held.attempt, f"rank {held.part} died while writing")
+        for own in list(self.open.values()):
+            lost = sorted(set(own.ranks) - set(own.done) - self.living_ranks())
+            if lost and not self.ctx.decided(own.attempt):
+                await self.ctx.abort(own.attempt, f"ranks {lost} died before they saved")
+
+    # -- one attempt ------------------------------------------------------------------------------
+
+    async def _save(self, own: OwnAttempt) -> None:
+        ctx, attempt = self.ctx, own.attempt
+        stages: list[Held] = []
+        try:
+            roster = await self._roster(attempt)
+            sealed, manifest = await save_share(
+                [
+                    OwnSlot(rank, ctx.home.holdings.region(held), own.done[rank].meta)
+                    for rank, held in own.slots.items()
+                ],
+                self._origin(attempt, roster),
+                await self._crew(roster),
+                lambda size: self._stage(attempt, size, stages),
+                ctx.home.doors,
+                ctx.home.config,
+            )
+            document = document_name(sealed.manifest_digest)
+            ctx.home.doors.arena.put_document(document, pack(manifest))
+            for held in own.slots.values():
+                if held.attempt == attempt:
+                    ctx.home.holdings.seal(held, held.length, sealed.manifest_digest)
+            ctx.note("sealed", attempt=attempt.key, holders=list(sealed.holders))
+            await self._hand_in(attempt, roster, sealed)
+            await self._settle(attempt, roster)
+        except CheckpointError as e:
+            await ctx.abort(attempt, f"{ctx.home.node}: {type(e).__name__}: {e}")
+        finally:
+            for stage in stages:
+                ctx.home.holdings.release(stage)
+
+    async def _hand_in(self, attempt: r.Attempt, roster: Roster, sealed: r.SealedShare) -> None:
+        ctx = self.ctx
+
+        async def write(group: int, pieces: list[w.HandIn]) -> bool:
+            shares = tuple(p.share for p in pieces if p.share is not None)
+            record = r.GroupRecord(attempt=attempt, group=group, shares=shares)
+            if await ctx.transact(group_txn(ctx.state, record)):
+                ctx.note("group_record", attempt=attempt.key, group=group)
+            return await ctx.home.doors.ledger.get(ctx.keys.group(attempt, group)) is not None
+
+        piece = w.HandIn(
+            job=ctx.job,
+            node=ctx.home.node,
+            generation=attempt.generation,
+            attempt=attempt,
+            share=sealed,
+        )
+        await hand_in(ctx, roster, piece, self.gathering, write, lambda: ctx.decided(attempt))
+
+    async def _settle(self, attempt: r.Attempt, roster: Roster) -> None:
+        """Look at the group records until the attempt has its outcome; put it if we may."""
+        ctx = self.ctx
+        leads = roster.leads(ctx.home.node)
+        lineage = await self._lineage(attempt.generation)
+        demand = Demand.of(roster.generation, ctx.home.config.min_spare)
+        while not ctx.decided(attempt):
+            await pause(ctx, leads, lambda: ctx.decided(attempt))
+            if ctx.decided(attempt):
+                break
+            try:
+                await self._decide(attempt, lineage, demand)
+            except (LedgerUnavailable, FormatError) as e:
+                ctx.note("decide_later", attempt=attempt.key, why=str(e))
+                await ctx.until(lambda: ctx.decided(attempt), RETRY_S)
+
+    async def _decide(self, attempt: r.Attempt, lineage: str, demand: Demand) -> None:
+        ctx = self.ctx
+        entries = (await ctx.home.doors.ledger.list(ctx.keys.groups_of(attempt))).entries
+        if len(entries) < demand.pieces:
+            return
+        stores = (await ctx.home.living()).stores
+        ruling = decide_commit(read_groups(entries, attempt), stores, demand)
+        if ruling.verdict is r.Verdict.ABORT:
+            await ctx.abort(attempt, ruling.reason)
+        elif ruling.verdict is r.Verdict.COMMIT:
+            outcome = r.Outcome(
+                attempt=attempt,
+                verdict=r.Verdict.COMMIT,
+                by=ctx.home.node,
+                lineage=lineage,
+                degraded=ruling.degraded[:16],
+            )
+            if await ctx.transact(commit_txn(ctx.state, attempt, entries, outcome)):
+                ctx.note("commit", attempt=attempt.key, degraded=list(ruling.degraded))
+            await ctx.refresh()
+            if attempt.step in ctx.state.steps(lineage) and not ctx.decided(attempt):
+                reason = f"step {attempt.step} is already committed in this lineage"
+                await ctx.abort(attempt, reason)
+            elif not ctx.decided(attempt) and ctx.state.steps(lineage)[-1:] > [attempt.step]:
+                newest = ctx.state.steps(lineage)[-1]
+                await ctx.abort(attempt, f"step {newest} is committed: a lineage never goes back")
+
+    async def _lineage(self, generation: int) -> str:
+        """This generation's lineage; opens a fresh one if it saves before it restored."""
+        ctx = self.ctx
+        while (closed := ctx.state.lineage(generation)) is None:
+            record = r.Closed(
+                generation=generation,
+                ballot=0,
+                close=r.Close.OK,
+                by=ctx.home.node,
+                reason="saved before any restore",
+                choice=r.Choice.FRESH,
+                lineage=ctx.home.doors.ids.new(),
+            )
+            key = ctx.keys.closed(generation, 0)
+            compares = (ctx.state.same_ledger(), ctx.state.same_generation(), absent(key))
+            await ctx.transact(Txn(compares, (Put(key, pack(record)),)))
+            await ctx.refresh()
+            self._check_generation(generation)
+        return closed.lineage
+
+    # -- small things -----------------------------------------------------------------------------
+
+    def _own(self, ordinal: int, step: int) -> OwnAttempt:
+        ctx, generation = self.ctx, self.ctx.state.generation
+        if generation is None or ctx.roster is None:
+            raise UsageError(f"job {ctx.job} has no generation: join first")
+        found = ctx.roster.find(ctx.home.node)
+        attempt = r.Attempt(
+            ledger_id=ctx.state.ledger_id,
+            job=ctx.job,
+            generation=ctx.roster.generation.number,
+            ordinal=ordinal,
+            step=step,
+        )
+        if found is None:
+            raise StaleGenerationError(f"{ctx.home.node} has no rank in generation {generation}")
+        own = self.open.get(attempt.key)
+        if own is None:
+            for old in [a for a in self.open.values() if ctx.decided(a.attempt)][:-8]:
+                del self.open[old.attempt.key]
+            own = self.open[attempt.key] = OwnAttempt(attempt, found[1].ranks)
+        return own
+
+    def _check_generation(self, generation: int) -> None:
+        current = self.ctx.state.generation
+        if current is None or current.number != generation:
+            number = current.number if current else None
+            raise StaleGenerationError(f"generation {generation} is over, {number} is current")
+
+    def _may_take(self, rank: int) -> bool:
+        """Has the rank a slot left? keep_last retained ones and one in flight."""
+        assert self.ctx.roster is not None
+        taken = sum(
+            1
+            for h in self.ctx.home.holdings.of_job(self.ctx.job)
+            if h.kind is r.FileKind.SLOT and h.part == rank
+        )
+        return taken < self.ctx.roster.generation.keep_last + 1
+
+    def _capacity(self, snapshot_bytes: int) -> int:
+        config = self.ctx.home.config
+        grown = int(snapshot_bytes * config.slot_growth)
+        return -(-grown // config.slot_round_bytes) * config.slot_round_bytes
+
+    def _why(self, attempt: r.Attempt) -> str:
+        outcome = self._outcome(attempt)
+        return outcome.reason if outcome else "the attempt is over"
+
+    def _outcome(self, attempt: r.Attempt) -> r.Outcome | None:
+        """The outcome as the mirror knows it; one that was trimmed is told from what is left."""
+        state = self.ctx.state
+        if (known := state.outcomes.get(attempt.key)) is not None:
+            return known
+        if (reason := state.settled(attempt)) and attempt.key not in state.retired:
+            return r.Outcome(
+                attempt=attempt, verdict=r.Verdict.ABORT, by=self.ctx.home.node, reason=reason
+            )
+        return None
+
+    async def _roster(self, attempt: r.Attempt) -> Roster:
+        roster = await self.ctx.load_roster()
+        if roster is None or roster.generation.number != attempt.generation:
+            raise StaleGenerationError(f"generation {attempt.generation} is over")
+        return roster
+
+    def _origin(self, attempt: r.Attempt, roster: Roster) -> Origin:
+        home = self.ctx.home
+        layout = roster.generation.layout
+        return Origin(attempt, home.node, home.member.store_id, home.member.session, layout)
+
+    async def _crew(self, roster: Roster) -> Crew:
+        """Everybody alive, as a cluster; labels and rules from the members and the config."""
+        home = self.ctx.home
+        members = (await home.living(home.config.keepalive_s)).members
+        return crew_of(members, home.member, roster.generation.layout, home.config.spread_levels)
+
+    async def _stage(self, attempt: r.Attempt, size: int, stages: list[Held]) -> Region:
+        want = Want(r.FileKind.STAGE, attempt, self.ctx.home.node, len(stages), max(1, size))
+        held = await self.ctx.home.holdings.take(want)
+        stages.append(held)
+        return self.ctx.home.holdings.region(held, 0, size)
+
+
+def crew_of(
+    members: dict[str, r.Member],
+    own: r.Member,
+    layout: r.Layout,
+    spread: tuple[tuple[str, bool], ...],
+) -> Crew:
+    """The cluster of living members, and the rules of a layout."""
+    everybody = {**members, own.node: own}
+    nodes = tuple(
+        Node(m.node, m.host, tuple(sorted(m.domains.items()))) for m in everybody.values()
+    )
+    labelled = {level for m in everybody.values() for level in m.domains}
+    levels = LEVELS + tuple(sorted(labelled - set(LEVELS)))
+    try:
+        rules = Rules(layout.k, layout.m, tuple(Level(name, must) for name, must in spread))
+        return Crew(Cluster(nodes, levels), everybody, rules)
+    except TopologyError as e:
+        raise UsageError(f"placement: {e}") from e

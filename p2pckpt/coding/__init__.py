@@ -1,0 +1,1 @@
+"""Bytes in, bytes out: Reed-Solomon and CRC32C, one library each."""

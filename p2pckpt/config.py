@@ -1,0 +1,206 @@
+"""Every setting of an agent, in one frozen place, each bound with its reason beside it.
+
+Settings come from flags, then `P2PCKPT_*` variables, then one TOML file, then the defaults below;
+`resolve` merges them without any I/O and remembers where each value came from. An unknown key, a
+wrong type or a value out of bounds is a ConfigError that names key, origin, what is allowed and,
+for an unknown key, the nearest known one.
+
+Contract: a Config is read once, never changed, and passed down. Whatever waits, retries, queues or
+buffers takes its bound from here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from p2pckpt.errors import ConfigError
+
+_MIB = 1024 * 1024
+
+
+def _setting(
+    default: Any,
+    why: str,
+    low: float | None = None,
+    high: float | None = None,
+    secret: bool = False,
+) -> Any:
+    return field(default=default, metadata={"why": why, "low": low, "high": high, "secret": secret})
+
+
+@dataclass(frozen=True)
+class Config:
+    """One agent's settings. Times in seconds, sizes in bytes."""
+
+    # who and where
+    node: str = _setting("", "name of this node; default: the host name")
+    host_id: str = _setting("", "failure domain of the machine; default: /etc/machine-id")
+    domains: str = _setting("", "failure domains above the host, as 'rack=r1,pod=p0'")
+    spread: str = _setting("", "levels to spread shards over, e.g. 'rack,pod!' (! = required)")
+    directory: str = _setting("/dev/shm/p2pckpt", "tmpfs directory that holds the RAM files")
+    socket: str = _setting(
+        "", "Unix socket for trainers; default: see README, 'Where is the agent'"
+    )
+    listen: str = _setting("127.0.0.1", "address to listen on and to announce to peers")
+    transport: str = _setting("ucx", "what moves payload: ucx")
+    ram_budget_bytes: int = _setting(0, "0 = half of what tmpfs and cgroup leave free", 0)
+
+    # etcd
+    endpoints: str = _setting("127.0.0.1:2379", "etcd endpoints, comma separated")
+    cacert: str = _setting("", "CA of the etcd servers")
+    cert: str = _setting("", "client certificate for etcd")
+    key: str = _setting("", "client key for etcd", secret=True)
+    trial: bool = _setting(False, "accept etcd versions known to lose commits (trials only)")
+
+    # deadlines and bounds (PROTOCOL.md section 8)
+    rpc_timeout_s: float = _setting(
+        1.0, "one etcd RPC: longer means a sick member, rotate", 0.05, 60
+    )
+    ledger_timeout_s: float = _setting(10.0, "one ledger operation over all endpoints", 0.1, 600)
+    lease_s: float = _setting(10.0, "life of a session without keepalive", 1, 600)
+    keepalive_s: float = _setting(2.5, "a quarter of the lease: three may be lost", 0.1, 150)
+    lost_grace_s: float = _setting(
+        5.0, "after the lease is gone, for an agent that restarts", 0, 600
+    )
+    peer_timeout_s: float = _setting(2.0, "one control request to a peer", 0.05, 60)
+    silent_holder_s: float = _setting(5.0, "then a holder is replaced, once, before seal", 0.1, 600)
+    attempt_timeout_s: float = _setting(30.0, "then anyone writes ABORT", 1, 3600)
+    skip_wait_s: float = _setting(1.0, "how long a save waits for a free slot", 0, 60)
+    takeover_s: float = _setting(1.0, "a silent group writer's place is taken after this", 0.05, 60)
+    commit_delay_low_s: float = _setting(0.5, "others than rank 0's agent commit after", 0, 60)
+    commit_delay_high_s: float = _setting(2.0, "a random delay, so that they do not collide", 0, 60)
+    restore_timeout_s: float = _setting(60.0, "one ballot; more for large snapshots", 1, 7200)
+    decide_wait_s: float = _setting(
+        30.0, "for known stores to return before an older step", 0, 3600
+    )
+    join_timeout_s: float = _setting(300.0, "for all ranks of a launch to join", 1, 7200)
+    max_ballots: int = _setting(5, "then restore() raises", 1, 100)
+    stop_grace_s: float = _setting(10.0, "SIGTERM ends in-flight saves within this", 0, 600)
+    floor_bytes_per_s: int = _setting(50 * _MIB, "slowest link that deadlines allow for", 1)
+
+    # sizes
+    chunk_bytes: int = _setting(256 * 1024, "unit of CRC32C and of repair", 512, 512 * 1024)
+    piece_bytes: int = _setting(8 * _MIB, "one grant of the transport", 64 * 1024, 64 * _MIB)
+    open_pieces: int = _setting(4, "grants open at once: enough to fill a link", 1, 64)
+    slot_round_bytes: int = _setting(2 * _MIB, "slots are rounded up to huge pages", 1)
+    slot_growth: float = _setting(1.05, "slot capacity over snapshot size", 1.0, 4.0)
+    workers: int = _setting(2, "threads for coding and checking", 1, 64)
+    min_spare: int = _setting(-1, "node losses a commit must survive; -1 = max(1, m)", -1, 255)
+
+    @property
+    def domain_map(self) -> dict[str, str]:
+        """``domains`` as a mapping from level to name. Raises ConfigError."""
+        found: dict[str, str] = {}
+        for part in filter(None, self.domains.split(",")):
+            level, eq, name = part.strip().partition("=")
+            if not eq or not level or not name:
+                raise ConfigError(f"domains: {part!r}: needs level=name, as rack=r1")
+            found[level] = name
+        return found
+
+    @property
+    def spread_levels(self) -> tuple[tuple[str, bool], ...]:
+        """``spread`` as (level, required) pairs; default: every level in ``domains``, preferred."""
+        given = [s.strip() for s in self.spread.split(",") if s.strip()]
+        return tuple((s.rstrip("!"), s.endswith("!")) for s in given or self.domain_map)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A Config and the origin of each value: 'flag', 'P2PCKPT_X', 'FILE:LINE' or 'default'."""
+
+    config: Config
+    origins: Mapping[str, str]
+
+    def shown(self) -> dict[str, dict[str, Any]]:
+        """For ``config show``: value, origin and reason by key; secrets masked."""
+        return {
+            f.name: {
+                "value": "***"
+                if f.metadata["secret"] and self.value(f.name)
+                else self.value(f.name),
+                "origin": self.origins[f.name],
+                "why": f.metadata["why"],
+            }
+            for f in fields(Config)
+        }
+
+    def value(self, name: str) -> Any:
+        """One setting's effective value."""
+        return getattr(self.config, name)
+
+
+def resolve(
+    flags: Mapping[str, Any], environ: Mapping[str, str], text: str = "", file: str = "config"
+) -> Resolved:
+    """Merge flags > `P2PCKPT_*` > TOML text > defaults. Raises ConfigError on the first error."""
+    values: dict[str, Any] = {}
+    origins = {f.name: "default" for f in fields(Config)}
+    for key, value in _parse(text, file).items():
+        origin = f"{file}:{_line_of(text, key)}"
+        values[_known(key, origin)], origins[key] = _checked(key, value, origin), origin
+    for f in fields(Config):
+        variable = "P2PCKPT_" + f.name.upper()
+        if variable in environ:
+            values[f.name] = _checked(f.name, environ[variable], variable)
+            origins[f.name] = variable
+    for key, value in flags.items():
+        if value is not None:
+            values[_known(key, "flag")] = _checked(key, value, f"--{key.replace('_', '-')}")
+            origins[key] = "flag"
+    config = Config(**values)
+    _ = config.domain_map
+    if config.keepalive_s * 2 > config.lease_s:
+        raise ConfigError(
+            f"keepalive_s: {config.keepalive_s}, needs at most half of lease_s ({config.lease_s})"
+        )
+    return Resolved(config, origins)
+
+
+def _parse(text: str, file: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{file}: {e}") from None
+
+
+def _line_of(text: str, key: str) -> int:
+    lines = enumerate(text.splitlines(), 1)
+    return next((n for n, line in lines if line.partition("=")[0].strip() == key), 0)
+
+
+def _known(key: str, origin: str) -> str:
+    names = [f.name for f in fields(Config)]
+    if key not in names:
+        near = difflib.get_close_matches(key, names, 1)
+        hint = f"; nearest: {near[0]}" if near else f"; known: {', '.join(names)}"
+        raise ConfigError(f"{origin}: unknown key {key!r}{hint}")
+    return key
+
+
+def _checked(key: str, value: Any, origin: str) -> Any:
+    """The value as the key's type, within its bounds. Text (flags, variables) is converted."""
+    spec = next(f for f in fields(Config) if f.name == key)
+    kind = type(spec.default)
+    try:
+        if kind is bool and isinstance(value, str):
+            value = {"1": True, "true": True, "0": False, "false": False}[value.lower()]
+        elif kind in (int, float) and isinstance(value, str):
+            value = kind(value)
+        elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+    except (KeyError, ValueError):
+        raise ConfigError(f"{origin}: {key} = {value!r}, needs {kind.__name__}") from None
+    if type(value) is not kind:
+        raise ConfigError(f"{origin}: {key} = {value!r}, needs {kind.__name__}")
+    low, high = spec.metadata["low"], spec.metadata["high"]
+    if (low is not None and not value >= low) or (high is not None and not value <= high):
+        raise ConfigError(
+            f"{origin}: {key} = {value!r}, needs {low if low is not None else '-inf'}"
+            f" to {high if high is not None else 'inf'}"
+        )
+    return value

@@ -1,0 +1,210 @@
+"""What the ledger says of one job, as a value: the facts on which every decision rests.
+
+All records that agents follow lie below one prefix, `JobKeys.state`. A JobState is what that prefix
+holds at one revision: made from a linearizable listing, kept current by applying watched changes.
+The same value serves as the mirror that wakes an agent up and, when re-listed, as the proof that a
+byte may be freed.
+
+Contract: reading it is pure; `apply` is total: a record that cannot be decoded is kept in
+`unreadable` with the reason, and never mistaken for an absent one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from p2pckpt import records as r
+from p2pckpt.errors import FormatError
+from p2pckpt.ports import (
+    Change,
+    Compare,
+    Entry,
+    Listing,
+    absent,
+    none_in,
+    prefix_end,
+    value_below,
+    value_is,
+)
+from p2pckpt.wire import unpack
+
+FLOOR_START = b"0000000000.0000000000"
+
+
+@dataclass
+class JobState:
+    """Decoded records of one job, at `revision`. Attempts are keyed by `Attempt.key`."""
+
+    keys: r.JobKeys
+    revision: int = 0
+    ledger_id: str = ""
+    floor: str = ""
+    generation: r.Generation | None = None
+    generation_revision: int = 0
+    commits: dict[tuple[str, int], r.Commit] = field(default_factory=dict)
+    commit_revisions: dict[str, int] = field(default_factory=dict)
+    outcomes: dict[str, r.Outcome] = field(default_factory=dict)
+    retired: set[str] = field(default_factory=set)
+    decisions: dict[tuple[int, int], r.Decision] = field(default_factory=dict)
+    closed: dict[tuple[int, int], r.Closed] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def listed(cls, keys: r.JobKeys, listing: Listing) -> JobState:
+        """From a linearizable listing of ``keys.state``."""
+        state = cls(keys)
+        for entry in listing.entries:
+            state.apply(Change(entry.key, entry.value, entry.mod_revision, entry.create_revision))
+        state.revision = listing.revision
+        return state
+
+    def apply_all(self, changes: Iterable[Change]) -> None:
+        """Apply watched changes in order."""
+        for change in changes:
+            self.apply(change)
+
+    def apply(self, change: Change) -> None:
+        """Apply one change; anything below ``keys.state`` is understood or listed unreadable."""
+        self.revision = max(self.revision, change.revision)
+        self.unreadable.pop(change.key, None)
+        try:
+            self._apply(change.key, change.value, change.revision)
+        except (FormatError, ValueError) as e:
+            self.unreadable[change.key] = str(e)
+
+    def _apply(self, key: str, value: bytes | None, revision: int) -> None:
+        k = self.keys
+        if key == k.ledger_id:
+            self.ledger_id = value.decode("ascii") if value else ""
+        elif key == k.floor:
+            self.floor = value.decode("ascii") if value else ""
+        elif key == k.generation:
+            self.generation, self.generation_revision = None, revision
+            if value is not None:
+                self.generation = unpack(value, r.Generation)
+        elif key.startswith(k.commits):
+            lineage, _, step = key[len(k.commits) :].partition("/")
+            self.commits.pop((lineage, int(step)), None)
+            if value is not None:
+                commit = unpack(value, r.Commit)
+                self.commits[(lineage, int(step))] = commit
+                self.commit_revisions[commit.attempt.key] = revision
+        elif key.startswith(k.outcomes):
+            self.outcomes.pop(key[len(k.outcomes) :], None)
+            if value is not None:
+                self.outcomes[key[len(k.outcomes) :]] = unpack(value, r.Outcome)
+        elif key.startswith(k.retirements):
+            self.retired.discard(key[len(k.retirements) :])
+            if value is not None:
+                self.retired.add(unpack(value, r.Retired).attempt.key)
+        elif key.startswith(k.decisions):
+            self.decisions.pop(_ballot(key, k.decisions), None)
+            if value is not None:
+                self.decisions[_ballot(key, k.decisions)] = unpack(value, r.Decision)
+        elif key.startswith(k.closings):
+            self.closed.pop(_ballot(key, k.closings), None)
+            if value is not None:
+                self.closed[_ballot(key, k.closings)] = unpack(value, r.Closed)
+
+    # -- questions --------------------------------------------------------------------------------
+
+    def committed(self, attempt: r.Attempt) -> r.Commit | None:
+        """The attempt's commit record, while it is not retired."""
+        found = (c for c in self.commits.values() if c.attempt.key == attempt.key)
+        return next(found, None)
+
+    def lineage(self, generation: int) -> r.Closed | None:
+        """The record that tells a generation's lineage: its newest ballot closed OK."""
+        ballots = [b for g, b in self.closed if g == generation]
+        ok = [self.closed[generation, b] for b in sorted(ballots, reverse=True)]
+        return next((c for c in ok if c.close is r.Close.OK), None)
+
+    def current_lineage(self) -> r.Closed | None:
+        """The lineage that 'latest' refers to.
+
+        The newest OK that has something behind it: a commit or a base. A generation that opened a
+        lineage and died before its first commit does not hide what was there before.
+        """
+        for key in sorted(self.closed, reverse=True):
+            closed = self.closed[key]
+            if closed.close is r.Close.OK and (closed.base or self.steps(closed.lineage)):
+                return closed
+        return None
+
+    def steps(self, lineage: str) -> list[int]:
+        """Committed steps of a lineage, ascending."""
+        return sorted(step for name, step in self.commits if name == lineage)
+
+    def latest(self) -> r.Commit | None:
+        """The highest committed step of the current lineage, else its base."""
+        closed = self.current_lineage()
+        if closed is None:
+            return None
+        if steps := self.steps(closed.lineage):
+            return self.commits[closed.lineage, steps[-1]]
+        assert closed.base is not None
+        return self.commits.get((closed.base.lineage, closed.base.step))
+
+    def quarantined(self) -> set[str]:
+        """Attempts whose bytes were read and were wrong beyond repair: never restored again."""
+        bad = (c for c in self.closed.values() if c.close is r.Close.BAD and c.commit)
+        return {c.commit.attempt.key for c in bad if c.commit is not None}
+
+    def settled(self, attempt: r.Attempt) -> str:
+        """Why an attempt is over without a living commit; "" if it may still hold or commit.
+
+        This is the proof that its bytes may be freed, if `self` comes from a linearizable read
+        after the bytes were written (protocol: nobody frees a byte of an open attempt).
+        """
+        if attempt.ledger_id != self.ledger_id or self.committed(attempt) is not None:
+            return ""
+        if attempt.key in self.retired:
+            return "retired"
+        outcome = self.outcomes.get(attempt.key)
+        if outcome is not None:
+            return f"aborted: {outcome.reason}" if outcome.verdict is r.Verdict.ABORT else ""
+        if self.keys.outcome(attempt) in self.unreadable or self.commit_unreadable():
+            return ""
+        if attempt.floor_key < self.floor:
+            return "below the floor"
+        if self.generation is not None and self.generation.number > attempt.generation:
+            return f"generation {self.generation.number} began"
+        return ""
+
+    def commit_unreadable(self) -> bool:
+        """Some commit record is unreadable, so that no attempt can be proven uncommitted."""
+        return any(key.startswith(self.keys.commits) for key in self.unreadable)
+
+    # -- compares that every transaction of the job carries ---------------------------------------
+
+    def same_ledger(self) -> Compare:
+        """The job's records are still the ones that this state was read from."""
+        return value_is(self.keys.ledger_id, self.ledger_id.encode())
+
+    def same_generation(self) -> Compare:
+        """Fence: no newer generation was installed."""
+        return Compare(self.keys.generation, "mod", "=", self.generation_revision)
+
+    def undecided(self, attempt: r.Attempt) -> Compare:
+        """The attempt has no outcome yet."""
+        return absent(self.keys.outcome(attempt))
+
+    def above_floor(self, attempt: r.Attempt) -> Compare:
+        """The attempt was not settled for good, so that its outcome may still be put."""
+        return value_below(self.keys.floor, attempt.floor_key.encode() + b"~")
+
+    def no_step_from(self, lineage: str, step: int) -> Compare:
+        """No commit of the lineage at or above a step: a lineage never goes back."""
+        prefix = f"{self.keys.commits}{lineage}/"
+        return none_in(self.keys.commit(lineage, step), prefix_end(prefix))
+
+
+def _ballot(key: str, prefix: str) -> tuple[int, int]:
+    generation, _, ballot = key[len(prefix) :].partition("/")
+    return int(generation), int(ballot)
+
+
+def entry_of(listing: Listing, key: str) -> Entry | None:
+    """One entry of a listing."""
+    return next((e for e in listing.entries if e.key == key), None)

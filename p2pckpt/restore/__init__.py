@@ -1,0 +1,1 @@
+"""The way back: locate, fetch, decode, verify, load."""

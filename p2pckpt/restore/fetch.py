@@ -1,0 +1,165 @@
+"""Bytes of one rank from whoever holds them: every range from one source, the next if it is bad.
+
+For each data shard the holder of the shard comes first, then any node with the rank's own slot
+(the same range of it). What no source can give is left as an erasure for decode. A source that
+answers wrongly is not asked again for this rank.
+
+Contract: returns which data shards lie verified in place; writes nothing outside the target file;
+counts the bytes by kind of source. Raises nothing for a failing source, it is one more erasure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.config import Config
+from p2pckpt.errors import CheckpointError, FormatError, IntegrityError, Refused
+from p2pckpt.ports import Doors, Region
+from p2pckpt.restore.locate import Sources
+from p2pckpt.restore.verify import bad_chunks, open_manifest
+
+
+@dataclass
+class Fetching:
+    """One rank's restore: what is wanted, who has it, what came from where."""
+
+    rank: int
+    share: r.SealedShare
+    attempt: r.Attempt
+    sources: Sources
+    members: Mapping[str, r.Member]
+    doors: Doors
+    config: Config
+    bytes_from: dict[str, int] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    wrong: bool = False
+
+    def failed(self, node: str, error: Exception) -> None:
+        """A source did not give what it should; wrong bytes are told from absent ones."""
+        self.wrong |= isinstance(error, IntegrityError | FormatError)
+        self.refused.append(f"{node}: {type(error).__name__}: {error}")
+        facts = {"node": node, "rank": self.rank, "why": str(error)}
+        self.doors.notes("source_failed", facts)
+
+
+async def fetch_manifest(job: Fetching) -> r.Manifest:
+    """The share's manifest from any node that holds a part of it, checked against its digest.
+
+    Raises IntegrityError if no source has a right one, naming what each answered.
+    """
+    nodes = [n for ns in (*job.sources.slots.values(), *job.sources.shards.values()) for n in ns]
+    query = w.GetManifest(
+        attempt=job.attempt, owner=job.share.node, manifest_digest=job.share.manifest_digest
+    )
+    for node in dict.fromkeys(nodes):
+        try:
+            address = job.members[node].peers_address
+            reply = await job.doors.peers.call(address, query, job.config.peer_timeout_s)
+            if not isinstance(reply, w.ManifestReply):
+                raise Refused(getattr(reply, "reason", type(reply).__name__))
+            manifest = open_manifest(reply.packed, job.share.manifest_digest)
+            if manifest.attempt != job.attempt:
+                raise IntegrityError(f"manifest is of attempt {manifest.attempt.key}")
+            return manifest
+        except (CheckpointError, KeyError) as e:
+            job.failed(node, e)
+    raise IntegrityError(
+        f"manifest {job.share.manifest_digest[:12]} of {job.share.node}: no right copy; "
+        + "; ".join(job.refused[-4:])
+    )
+
+
+async def fetch_data(job: Fetching, manifest: r.Manifest, target: Region) -> set[int]:
+    """Bring all data shards of the rank into ``target``; the indices that are there, verified."""
+    entry = manifest.of_rank(job.rank)
+
+    async def one(index: int) -> bool:
+        length = entry.stored_bytes(index, manifest.layout.k)
+        start = min(index * entry.shard_bytes, entry.length)
+        into = Region(target.file, target.offset + start, length)
+        if await _fetch_shard(job, manifest, index, into):
+            return True
+        for node in job.sources.slots.get(job.rank, ()):
+            query = (r.FileKind.SLOT, job.rank, start)
+            if await _fetch(job, manifest, node, query, index, into):
+                return True
+        return False
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(i)) for i in range(manifest.layout.k)]
+    return {i for i, task in enumerate(tasks) if task.result()}
+
+
+async def fetch_parity(
+    job: Fetching, manifest: r.Manifest, wanted: int, scratch: Region
+) -> dict[int, Region]:
+    """``wanted`` verified parity shards into ``scratch``; fewer if there are no more."""
+    size = manifest.of_rank(job.rank).shard_bytes
+    got: dict[int, Region] = {}
+    for index in range(manifest.layout.k, manifest.layout.shards):
+        if len(got) == wanted:
+            break
+        into = Region(scratch.file, scratch.offset + len(got) * size, size)
+        if await _fetch_shard(job, manifest, index, into):
+            got[index] = into
+    return got
+
+
+async def _fetch_shard(job: Fetching, manifest: r.Manifest, index: int, into: Region) -> bool:
+    """One shard of the rank from its holders, one after the other."""
+    offset = manifest.shard_offset(job.rank, index)
+    for node in job.sources.shards.get(index, ()):
+        query = (r.FileKind.SHARD, index, offset)
+        if await _fetch(job, manifest, node, query, index, into):
+            return True
+    return False
+
+
+async def _fetch(
+    job: Fetching,
+    manifest: r.Manifest,
+    node: str,
+    query: tuple[r.FileKind, int, int],
+    shard: int,
+    into: Region,
+) -> bool:
+    """``into`` from one file of one node; False, with the reason kept, if that fails."""
+    if into.length == 0:
+        return True
+    kind, part, offset = query
+    timeout_s = job.config.silent_holder_s + into.length / job.config.floor_bytes_per_s
+    try:
+        member = job.members[node]
+        expected = await job.doors.transport.expect(into)
+        try:
+            ask = w.GetRange(
+                attempt=job.attempt,
+                kind=kind,
+                owner=job.share.node,
+                part=part,
+                offset=offset,
+                grant=w.Grant(
+                    address=job.doors.transport.address, nonce=expected.nonce, length=into.length
+                ),
+            )
+            reply = await job.doors.peers.call(member.peers_address, ask, timeout_s)
+            if not isinstance(reply, w.Sent):
+                raise Refused(getattr(reply, "reason", type(reply).__name__))
+            await expected.received(timeout_s)
+        finally:
+            await expected.cancel()
+        view = job.doors.arena.view(into)
+        bad = await job.doors.workers.run(
+            lambda: bad_chunks(manifest, job.rank, shard, view), into.length
+        )
+        if bad:
+            raise IntegrityError(f"{kind} {part}: chunks {bad[:5]} differ from the manifest")
+    except (CheckpointError, KeyError) as e:
+        job.failed(node, e)
+        return False
+    job.bytes_from[node] = job.bytes_from.get(node, 0) + into.length
+    return True

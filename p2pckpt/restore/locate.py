@@ -1,0 +1,210 @@
+"""Which step can be restored, decided from records and from what living stores say they hold.
+
+Candidates are the committed steps of the current lineage, newest first, then its bases (or one
+step that was asked for). A step is provable if, for every rank of every share, some living store
+holds the rank's own slot or k different shards hold the share. An older step is taken only after
+the stores that could prove the newer one had their time to come back.
+
+Contract: pure. Three kinds of answer, never mixed up: RESTORE names one commit for all ranks;
+NOTHING only if the ledger knows no commit, every living agent answered, and nobody holds bytes of
+another ledger's records of this job; everything else is WAIT or UNPROVEN, with ranks and reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from p2pckpt import records as r
+from p2pckpt.jobstate import JobState
+from p2pckpt.wire import HeldFile, HeldReply
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that a decision rests on.
+
+    ``answers``: by node name. ``silent``: living by lease, but did not answer. ``groups``: group
+    records by attempt key. ``known_stores``: store_ids of living members. ``patient``: stores that
+    are away may still return, so an older step must wait.
+    """
+
+    state: JobState
+    answers: Mapping[str, HeldReply]
+    silent: Sequence[str]
+    groups: Mapping[str, Sequence[r.GroupRecord]]
+    patient: bool
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``choice`` None: wait for what ``reason`` names."""
+
+    choice: r.Choice | None
+    reason: str
+    commit: r.Commit | None = None
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where one share can be had: nodes by rank for own slots, by index for shards."""
+
+    slots: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    shards: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+
+def candidates(state: JobState, step: int | None) -> list[r.Commit]:
+    """Commits to try, best first: the current lineage downwards, then base after base.
+
+    With `step`, that step in the current lineage or in the nearest lineage below it.
+    """
+    out: list[r.Commit] = []
+    closed, seen = state.current_lineage(), set()
+    below: int | None = None
+    while closed is not None and closed.lineage not in seen:
+        seen.add(closed.lineage)
+        steps = [s for s in state.steps(closed.lineage) if below is None or s <= below]
+        out += [state.commits[closed.lineage, s] for s in reversed(steps)]
+        base = closed.base
+        if base is None:
+            break
+        below = base.step
+        parents = [c for c in state.closed.values() if c.lineage == base.lineage]
+        oldest = min(parents, key=lambda c: (c.generation, c.ballot), default=None)
+        if oldest is None:  # its record was trimmed; its commits tell for themselves
+            oldest = r.Closed(generation=0, ballot=0, close=r.Close.OK, by="", lineage=base.lineage)
+        closed = oldest
+    bad = state.quarantined()
+    return [c for c in out if step in (None, c.attempt.step) and c.attempt.key not in bad]
+
+
+def sources_of(share: r.SealedShare, attempt: r.Attempt, facts: Facts) -> Sources:
+    """Who holds what of one share, by their own word, matched by manifest digest."""
+    slots: dict[int, list[str]] = {}
+    shards: dict[int, list[str]] = {}
+    for node in sorted(facts.answers):
+        for file in facts.answers[node].files:
+            if _belongs(file, share, attempt):
+                kept = slots if file.kind is r.FileKind.SLOT else shards
+                kept.setdefault(file.part, []).append(node)
+    return Sources(
+        {rank: tuple(nodes) for rank, nodes in slots.items()},
+        {index: tuple(nodes) for index, nodes in shards.items()},
+    )
+
+
+def _belongs(file: HeldFile, share: r.SealedShare, attempt: r.Attempt) -> bool:
+    return file.attempt == attempt and file.manifest_digest == share.manifest_digest
+
+
+def unprovable(commit: r.Commit, facts: Facts) -> list[str]:
+    """Why a commit cannot be proven: a sentence a share; empty if every rank can be had."""
+    groups = facts.groups.get(commit.attempt.key, ())
+    if len(groups) != commit.groups:
+        return [f"step {commit.attempt.step}: {len(groups)} of {commit.groups} group records"]
+    out = []
+    for share in (s for group in groups for s in group.shares):
+        found = sources_of(share, commit.attempt, facts)
+        lacking = [rank for rank in share.ranks if rank not in found.slots]
+        if lacking and len(found.shards) < commit.layout.k:
+            out.append(
+                f"step {commit.attempt.step}, ranks {lacking} of {share.node}: own copy gone, "
+                f"{len(found.shards)} of {commit.layout.shards} shards left, "
+                f"needs {commit.layout.k}"
+            )
+    return out
+
+
+def decide_restore(facts: Facts, step: int | None, world_size: int) -> Finding:
+    """What this generation restores. See the file's head."""
+    state = facts.state
+    if state.unreadable:
+        return Finding(r.Choice.UNPROVEN, f"unreadable records: {sorted(state.unreadable)[:3]}")
+    tries = candidates(state, step)
+    if not tries:
+        return _nothing(facts, step)
+    reasons: list[str] = []
+    for commit in tries:
+        if commit.world_size != world_size:
+            reasons.append(
+                f"step {commit.attempt.step} was saved by {commit.world_size} ranks, "
+                f"this launch has {world_size}"
+            )
+            continue
+        why = unprovable(commit, facts)
+        if not why:
+            passed = f"; newer ones are not provable: {'; '.join(reasons)}" if reasons else ""
+            return Finding(
+                r.Choice.RESTORE, f"step {commit.attempt.step} is provable{passed}", commit
+            )
+        reasons += why
+        if facts.patient or facts.silent:
+            return Finding(None, "; ".join(why[:3]))
+    return Finding(r.Choice.UNPROVEN, "; ".join(reasons[:6]))
+
+
+def _nothing(facts: Facts, step: int | None) -> Finding:
+    state = facts.state
+    if facts.silent:
+        return Finding(None, f"agents {list(facts.silent)[:5]} have not answered")
+    if step is not None and state.commits:
+        steps = sorted(s for _, s in state.commits)
+        return Finding(r.Choice.UNPROVEN, f"step {step} is not committed; committed: {steps[-8:]}")
+    if state.commits:
+        return Finding(
+            r.Choice.UNPROVEN, f"no current lineage, but commits {sorted(state.commits)[:4]}"
+        )
+    strangers = [
+        f"{node} holds step {f.attempt.step} of ledger {f.attempt.ledger_id[:8]}"
+        for node in sorted(facts.answers)
+        for f in facts.answers[node].files
+        if f.attempt.ledger_id != state.ledger_id
+    ]
+    if strangers:
+        return Finding(
+            r.Choice.UNPROVEN,
+            f"the ledger knows no commit, but {'; '.join(strangers[:3])}: see `ledger rebuild`",
+        )
+    return Finding(r.Choice.NOTHING, "no commit was ever recorded, and nobody holds one")
+
+
+def lineage_after(state: JobState, commit: r.Commit, fresh: str) -> tuple[str, r.Base | None]:
+    """Lineage and base of a restore: the same if it goes on from its newest, else a new one."""
+    newest = state.latest()
+    current = state.current_lineage()
+    goes_on = newest is not None and newest.attempt == commit.attempt
+    if goes_on and current is not None and commit.lineage == current.lineage:
+        return current.lineage, current.base
+    return fresh, r.Base(lineage=commit.lineage, step=commit.attempt.step)
+
+
+def decide_close(
+    decision: r.Decision, groups: Sequence[r.GroupReport], pieces: int, overdue: bool
+) -> r.Closed | None:
+    """How a ballot ends; None: wait for more reports.
+
+    BAD only for bytes that were read and were wrong; time, keys and absent peers are RETRY.
+    """
+
+    def closed(close: r.Close, reason: str) -> r.Closed:
+        return r.Closed(
+            generation=decision.generation,
+            ballot=decision.ballot,
+            close=close,
+            by="",
+            reason=reason[:500],
+            choice=decision.choice,
+            lineage=decision.lineage,
+            base=decision.base,
+            commit=decision.commit,
+        )
+
+    reports = [report for group in groups for report in group.reports]
+    failed = {rank: why for report in reports for rank, why in report.failed.items()}
+    if any(report.failed and not report.retryable for report in reports):
+        return closed(r.Close.BAD, f"ranks {sorted(failed)[:8]}: {next(iter(failed.values()))}")
+    if failed:
+        return closed(r.Close.RETRY, f"ranks {sorted(failed)[:8]}: {next(iter(failed.values()))}")
+    if len({g.group for g in groups}) == pieces:
+        return closed(r.Close.OK, "all ranks verified and loaded")
+    return closed(r.Close.RETRY, "not all ranks reported in time") if overdue else None

@@ -1,0 +1,1 @@
+"""The way out: snapshot, encode, place, send, commit."""

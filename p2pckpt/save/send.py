@@ -1,0 +1,136 @@
+"""Shards -> receipts: offer, wait for the grant, move the bytes, ask for the receipt.
+
+One holder a shard index, as placed. A holder that refuses, has no room or falls silent is replaced
+once, by the next node that the placement rules allow; after that the shard stays unplaced and the
+commit decides whether what is left suffices. Data shards leave straight from the slots, parity and
+the manifest from staging: nothing is copied on the way.
+
+Contract: a store_id in the result means that this very store answered, after the last byte, that
+every chunk matched the manifest with this digest. Cancelling stops all transfers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.config import Config
+from p2pckpt.errors import CheckpointError, IntegrityError, NoRoom, Refused
+from p2pckpt.ports import Doors, Region
+from topology.cluster import Cluster, TopologyError
+from topology.place import Placement, Rules, place
+
+
+@dataclass(frozen=True)
+class EncodedShare:
+    """A node's share, ready to leave: ``shards[i]`` are the regions of shard i in rank order."""
+
+    manifest: r.Manifest
+    digest: str
+    shards: tuple[tuple[Region, ...], ...]
+    manifest_region: Region
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of all snapshots."""
+        return sum(entry.length for entry in self.manifest.ranks)
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Who may hold shards: the cluster of living nodes, their member records, the rules."""
+
+    cluster: Cluster
+    members: Mapping[str, r.Member]
+    rules: Rules
+
+
+async def send_share(
+    share: EncodedShare, crew: Crew, session: str, doors: Doors, config: Config
+) -> tuple[tuple[str, ...], Placement]:
+    """Send every shard; the holders' store_ids by shard index ("" = nobody) and the placement."""
+    try:
+        placement = place(crew.cluster, share.manifest.owner, crew.rules)
+    except TopologyError as e:
+        raise Refused(f"placement of {share.manifest.owner}: {e}") from e
+    used = set(placement.nodes)
+    failed: set[str] = set()
+
+    async def one(index: int) -> str:
+        node: str | None = placement.nodes[index] if index < len(placement.nodes) else None
+        for _ in range(2):
+            if node is None:
+                break
+            try:
+                return await send_shard(share, index, crew.members[node], session, doors, config)
+            except CheckpointError as e:
+                failed.add(node)
+                doors.notes("holder_failed", {"node": node, "shard": index, "why": str(e)})
+                node = substitute(crew, share.manifest.owner, used, failed)
+                if node is not None:
+                    used.add(node)
+        return ""
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(i)) for i in range(share.manifest.layout.shards)]
+    return tuple(t.result() for t in tasks), placement
+
+
+def substitute(crew: Crew, owner: str, used: set[str], failed: set[str]) -> str | None:
+    """The next node for a shard whose holder failed: best under the rules, not in use."""
+    try:
+        again = place(crew.cluster, owner, crew.rules, frozenset(failed))
+    except TopologyError:
+        return None
+    hosts = {crew.cluster.node(n).host for n in used - failed}
+    hosts.add(crew.cluster.node(owner).host)
+    for name in (*again.nodes, *crew.cluster.ring):
+        if name not in used and name not in failed and crew.cluster.node(name).host not in hosts:
+            return name
+    return None
+
+
+async def send_shard(
+    share: EncodedShare, index: int, holder: r.Member, session: str, doors: Doors, config: Config
+) -> str:
+    """Put one shard and the manifest on a holder; its store_id once it has sent the receipt.
+
+    Raises NoRoom, Refused, PeerUnreachable or IntegrityError.
+    """
+    regions = share.shards[index]
+    size = sum(region.length for region in regions) + share.manifest_region.length
+    timeout_s = config.silent_holder_s + size / config.floor_bytes_per_s
+    offer = w.PutOffer(
+        attempt=share.manifest.attempt,
+        owner=share.manifest.owner,
+        owner_session=session,
+        index=index,
+        lengths=tuple(region.length for region in regions),
+        manifest_bytes=share.manifest_region.length,
+        manifest_digest=share.digest,
+    )
+    grant = await doors.peers.call(holder.peers_address, offer, config.peer_timeout_s)
+    if isinstance(grant, w.RefusedReply):
+        if grant.room_need:
+            raise NoRoom(f"{holder.node}: needs {grant.room_need} bytes, has {grant.room_have}")
+        raise Refused(f"{holder.node}: {grant.reason}")
+    if not isinstance(grant, w.PutGrant) or len(grant.shard) != len(regions):
+        raise Refused(f"{holder.node}: answered an offer with {type(grant).__name__}")
+    for to, region in zip(
+        (*grant.shard, grant.manifest), (*regions, share.manifest_region), strict=True
+    ):
+        if region.length:
+            await doors.transport.send(to.address, to.nonce, region, timeout_s)
+    seal = w.PutSeal(attempt=share.manifest.attempt, owner=share.manifest.owner, index=index)
+    receipt = await doors.peers.call(holder.peers_address, seal, timeout_s)
+    if not isinstance(receipt, w.Receipt):
+        raise Refused(f"{holder.node}: {getattr(receipt, 'reason', type(receipt).__name__)}")
+    if receipt.manifest_digest != share.digest or receipt.store_id != holder.store_id:
+        raise IntegrityError(
+            f"{holder.node}: receipt of store {receipt.store_id} for manifest "
+            f"{receipt.manifest_digest[:12]}, needs {holder.store_id}, {share.digest[:12]}"
+        )
+    return receipt.store_id

@@ -1,0 +1,1 @@
+"""The product's own agents in a world of virtual time, and the failure studies."""
