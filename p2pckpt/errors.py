@@ -42,6 +42,10 @@ class NotJoined(CheckpointError):
     retryable = True
 
 
+class NotSeated(CheckpointError):
+    """The agent does not know this process as a rank: it was restarted since the join."""
+
+
 class GenerationHeld(CheckpointError):
     """Another living launch of the job holds the current generation; names the holder."""
 

@@ -193,6 +193,14 @@ class TrainerJoin(r.Record, frozen=True):
     timeout_s: float = 300.0
 
 
+class TrainerRejoin(r.Record, frozen=True):
+    """A rank that lost its agent presents itself to the next one."""
+
+    job: str
+    rank: int
+    generation: int
+
+
 class Joined(r.Record, frozen=True):
     """The generation that all ranks of the launch now belong to."""
 
@@ -271,6 +279,8 @@ class RestoreFile(r.Record, frozen=True):
     table: bytes
     source: str
     meta: str = "{}"
+    bytes_from: dict[str, int] = {}
+    seconds: dict[str, float] = {}
 
 
 class RestoreNothing(r.Record, frozen=True):
@@ -317,6 +327,16 @@ class Steps(r.Record, frozen=True):
 
     committed: tuple[int, ...]
     in_flight: tuple[int, ...]
+
+
+class StatusQuery(r.Record, frozen=True):
+    """How does this node stand? Needs no join."""
+
+
+class StatusReply(r.Record, frozen=True):
+    """A JSON document; its fields are in README, "status"."""
+
+    document: str
 
 
 class Failed(r.Record, frozen=True):

@@ -31,6 +31,7 @@ from simulations.checkers import Checkers, content
 
 JOB = r.Job(owner_uid=1000, name="world").key
 MAX_LAUNCHES = 50
+EXIT_CODES = {"ok": 0, "wrong": 1, "crash": 5, "stuck": 6}
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class World:
         self.living: list[str] = []
         self.replaced = 0
 
-    # -- the story ----------------------------------------------------------------------------------
+    # -- the story --------------------------------------------------------------------------------
 
     async def main(self) -> None:
         """Start nodes, run the job under its faults, check at the end."""
@@ -209,14 +210,14 @@ async def partition(world: World, node: FakeNode, lasts_s: float) -> None:
     world.cluster.heal()
 
 
-async def pause(world: World, node: FakeNode, lasts_s: float) -> None:
+async def pause(_world: World, node: FakeNode, lasts_s: float) -> None:
     """An agent stands still, perhaps for longer than its lease."""
     node.pause()
     await asyncio.sleep(lasts_s)
     node.resume()
 
 
-async def trainer_dies(world: World, node: FakeNode, _lasts_s: float) -> None:
+async def trainer_dies(_world: World, node: FakeNode, _lasts_s: float) -> None:
     """A rank is killed; its agent lives."""
     for trainer in node.trainers:
         trainer.kill()
@@ -265,8 +266,10 @@ class Launcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, watch, return_exceptions=True)
-        for rank in ranks:
-            rank.trainer.kill()
+        for simulated in ranks:
+            simulated.trainer.kill()
+        whys = [repr(t.exception()) for t in done if not t.cancelled() and t.exception()]
+        self.world.cluster.log.add("launcher", "launch.ended", {"token": self.token, "why": whys})
         for task in done:
             if not task.cancelled() and isinstance(task.exception(), AssertionError):
                 raise task.exception()  # type: ignore[misc]

@@ -13,6 +13,7 @@ membership to expire, so that a restarted agent adopts them. `stop` ends saves i
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
@@ -24,8 +25,9 @@ from p2pckpt.agent.holdings import Holdings
 from p2pckpt.agent.job import JobAgent
 from p2pckpt.agent.members import keep_session
 from p2pckpt.agent.serve import Serving, answer
+from p2pckpt.agent.status import status
 from p2pckpt.config import Config
-from p2pckpt.errors import CheckpointError, LedgerUnavailable, UsageError
+from p2pckpt.errors import CheckpointError, LedgerUnavailable, NotSeated, UsageError
 from p2pckpt.ports import Doors, TrainerId
 
 MAX_JOBS = 256
@@ -75,10 +77,14 @@ class Agent:
         """See ports.TrainerHandler."""
         if isinstance(request, w.TrainerJoin):
             return await (await self._job(request.job)).join(trainer, request)
+        if isinstance(request, w.TrainerRejoin):
+            return await (await self._job(request.job)).rejoin(trainer, request)
+        if isinstance(request, w.StatusQuery):
+            return w.StatusReply(document=json.dumps(await status(self.home, self.jobs)))
         for job in self.jobs.values():
             if trainer in job.seats:
                 return await job.call(trainer, request)
-        raise UsageError(f"pid {trainer.pid} has not joined a job")
+        raise NotSeated(f"pid {trainer.pid} has not joined a job here")
 
     async def on_gone(self, trainer: TrainerId) -> None:
         """See ports.TrainerHandler."""

@@ -77,6 +77,21 @@ class JobAgent:
         await self.ctx.load_roster()
         return w.Joined(generation=launch.generation.number, node=self.ctx.home.node)
 
+    async def rejoin(self, trainer: TrainerId, call: w.TrainerRejoin) -> r.Record:
+        """Seat a rank that joined at an earlier start of this agent. Refuses any other."""
+        ctx = self.ctx
+        await ctx.until(lambda: ctx.following, ctx.home.config.ledger_timeout_s)
+        roster = await ctx.load_roster()
+        found = roster.find(ctx.home.node) if roster else None
+        if roster is None or found is None or roster.generation.number != call.generation:
+            raise StaleGenerationError(f"generation {call.generation} of job {ctx.job} is over")
+        if call.rank not in found[1].ranks or found[1].store_id != ctx.home.member.store_id:
+            raise UsageError(f"rank {call.rank} did not join on {ctx.home.node}")
+        launch = self.launches.resume(roster.generation, found[1], call.rank, trainer)
+        await self.launches.report(call.generation, launch.trainers)
+        self.seats[trainer] = Seat(call.rank, launch)
+        return w.Joined(generation=call.generation, node=ctx.home.node)
+
     async def call(self, trainer: TrainerId, request: r.Record) -> r.Record:
         """One call of a seated rank."""
         rank = self._seat(trainer).rank

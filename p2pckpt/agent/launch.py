@@ -44,6 +44,21 @@ class Installing:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Waited:
+    """How long this launch has waited, and how long each roster node has had no report.
+
+    ``grace_s``: an absent agent may return within it. ``holder_s``: ranks that are reported alive
+    may be dead on a node that is cut off, so the launch waits for as long as their report's lease
+    can last before it is refused.
+    """
+
+    launch_s: float
+    absent_s: Mapping[str, float]
+    grace_s: float
+    holder_s: float
+
+
 @dataclass
 class Launch:
     """The ranks of one run token that joined on this node; ``joined`` ends with a generation."""
@@ -52,6 +67,7 @@ class Launch:
     trainers: dict[int, TrainerId] = field(default_factory=dict)
     join_id: str = ""
     generation: r.Generation | None = None
+    began_at: float = 0.0
     absent_since: dict[str, float] = field(default_factory=dict)
 
 
@@ -59,13 +75,11 @@ def decide_install(
     joins: Sequence[r.Join],
     roster: Roster | None,
     reports: Mapping[str, r.LivingTrainers],
-    absent_for_s: Mapping[str, float],
-    lost_grace_s: float,
+    waited: Waited,
 ) -> Installing:
     """Judge a launch from all joins of its run token and the reports on the generation it replaces.
 
-    ``absent_for_s``: how long a roster node has had no report. Raises UsageError for a launch that
-    disagrees with itself, naming the nodes.
+    Raises UsageError for a launch that disagrees with itself, naming the nodes.
     """
     first = joins[0]
     for join in joins[1:]:
@@ -86,18 +100,17 @@ def decide_install(
         raise UsageError(f"launch: ranks {sorted(twice)[:8]} joined twice, on {nodes}")
     if missing := sorted(set(range(first.world_size)) - set(ranks)):
         return Installing(False, reason=f"ranks {missing[:16]} have not joined")
+    number = roster.generation.number if roster else 0
     for node in roster.nodes if roster else ():
         report = reports.get(node.node)
         if report is not None and report.ranks:
             if any(join.takeover for join in joins):
                 continue
-            return Installing(
-                False,
-                True,
-                f"ranks {list(report.ranks)[:8]} of generation {roster.generation.number} live on "  # type: ignore[union-attr]
-                f"{node.node}; end them, or pass takeover=True",
-            )
-        if report is None and absent_for_s.get(node.node, 0.0) < lost_grace_s:
+            alive = f"ranks {list(report.ranks)[:8]} of generation {number} live on {node.node}"
+            if waited.launch_s < waited.holder_s:
+                return Installing(False, reason=alive)
+            return Installing(False, True, f"{alive}; end them, or pass takeover=True")
+        if report is None and waited.absent_s.get(node.node, 0.0) < waited.grace_s:
             return Installing(False, reason=f"the agent of {node.node} is gone, within its grace")
     return Installing(True, reason="all ranks joined")
 
@@ -133,7 +146,7 @@ class Launches:
         ctx, home = self.ctx, self.ctx.home
         launch = self.launches.get(call.run_token)
         if launch is None or launch.generation is not None:
-            launch = self.launches[call.run_token] = Launch(call)
+            launch = self.launches[call.run_token] = Launch(call, began_at=home.now())
         known = (launch.call.world_size, launch.call.layout, launch.call.keep_last)
         if (call.world_size, call.layout, call.keep_last) != known:
             raise UsageError(
@@ -159,6 +172,25 @@ class Launches:
                 await asyncio.sleep(RETRY_S)
         return launch
 
+    def resume(
+        self, generation: r.Generation, entry: r.RosterNode, rank: int, trainer: TrainerId
+    ) -> Launch:
+        """The standing launch of a generation, after a restart of this agent."""
+        launch = self.launches.get(generation.run_token)
+        if launch is None or launch.generation != generation:
+            call = w.TrainerJoin(
+                job=self.ctx.job,
+                rank=rank,
+                world_size=generation.world_size,
+                run_token=generation.run_token,
+                layout=generation.layout,
+                keep_last=generation.keep_last,
+            )
+            launch = Launch(call, join_id=entry.join_id, generation=generation)
+            self.launches[generation.run_token] = launch
+        launch.trainers[rank] = trainer
+        return launch
+
     async def _advance(self, call: w.TrainerJoin, launch: Launch) -> str:
         """One look at a forming launch; what it waits for."""
         ctx = self.ctx
@@ -175,9 +207,14 @@ class Launches:
                 launch.absent_since.pop(node.node, None)
             else:
                 launch.absent_since.setdefault(node.node, now)
-        absent_for_s = {n: now - since for n, since in launch.absent_since.items()}
-        grace_s = ctx.home.config.lost_grace_s
-        ruling = decide_install(joins, roster, reports, absent_for_s, grace_s)
+        config = ctx.home.config
+        waited = Waited(
+            now - launch.began_at,
+            {n: now - since for n, since in launch.absent_since.items()},
+            config.lost_grace_s,
+            config.lease_s + config.lost_grace_s,
+        )
+        ruling = decide_install(joins, roster, reports, waited)
         if ruling.refuse:
             launch.trainers.pop(call.rank, None)
             raise GenerationHeld(f"job {ctx.job}: {ruling.reason}")
@@ -188,7 +225,7 @@ class Launches:
             return ctx.state.generation_revision != seen
 
         if ruling.install and (leads or min(launch.trainers) == call.rank):
-            low, high = ctx.home.config.commit_delay_low_s, ctx.home.config.commit_delay_high_s
+            low, high = config.commit_delay_low_s, config.commit_delay_high_s
             if leads or not await ctx.until(moved, ctx.home.doors.ids.uniform(low, high)):
                 await self._install(call, joins, max(revision, reports_revision))
                 await ctx.refresh()

@@ -48,6 +48,8 @@ class Ballot:
     ranks: tuple[int, ...]
     results: dict[int, w.RestoreDone] = field(default_factory=dict)
     files: dict[int, Held] = field(default_factory=dict)
+    fetched: dict[int, Fetched] = field(default_factory=dict)
+    decide_s: float = 0.0
 
 
 def final(closed: r.Closed) -> bool:
@@ -87,12 +89,14 @@ class Restoring:
             return self._answer(closed)
         if failures >= config.max_ballots:
             raise RestoreFailed(f"{failures} ballots failed; the last: {self._last(generation)}")
+        asked_at = ctx.home.now()
         decision = await decision_of(ctx, roster, number, call.step)
         if (ended := ctx.state.closed.get((generation.number, number))) is not None:
             return self._answer(ended) if final(ended) else w.RestoreAgain(reason=ended.reason)
         assert decision is not None
         assert decision.commit is not None
         ballot = self._ballot(roster, decision)
+        ballot.decide_s = max(ballot.decide_s, ctx.home.now() - asked_at)
         if call.step is not None and decision.commit.attempt.step != call.step:
             reason = f"rank {rank} asked for step {call.step}, others for another"
             await self._result(ballot, rank, w.RestoreDone(ballot=number, failed=reason))
@@ -152,6 +156,7 @@ class Restoring:
             source = "peers"
         ballot.files[rank] = held
         manifest = open_manifest(packed, share.manifest_digest)
+        fetched = ballot.fetched.get(rank)
         return w.RestoreFile(
             ballot=ballot.decision.ballot,
             step=attempt.step,
@@ -161,6 +166,8 @@ class Restoring:
             table=snapshot_table(manifest, rank),
             source=source,
             meta=manifest.of_rank(rank).meta,
+            bytes_from=fetched.bytes_from if fetched else {},
+            seconds={"decide": ballot.decide_s, **(fetched.seconds if fetched else {})},
         )
 
     async def _bring(self, ballot: Ballot, rank: int) -> tuple[Held, bytes]:
@@ -183,6 +190,7 @@ class Restoring:
                 holdings.release(held)
                 holdings.writer_done(held)
             raise
+        ballot.fetched[rank] = fetched
         packed = pack(fetched.manifest)
         share = await self._share(attempt, rank)
         self.ctx.home.doors.arena.put_document(document_name(share.manifest_digest), packed)

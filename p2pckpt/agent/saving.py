@@ -26,6 +26,7 @@ from p2pckpt.errors import (
     FormatError,
     LedgerUnavailable,
     NoRoom,
+    SaveAborted,
     StaleGenerationError,
     UsageError,
 )
@@ -97,7 +98,9 @@ class Saving:
         own = self._own(call.ordinal, call.step)
         held = own.slots.get(rank)
         if held is None or held.attempt != own.attempt:
-            raise UsageError(f"rank {rank} has no slot for attempt {own.attempt.key}")
+            reason = f"rank {rank} has no slot for it: the agent restarted, or it was given up"
+            await self.ctx.abort(own.attempt, reason)
+            raise SaveAborted(f"step {call.step}: {self._why(own.attempt)}")
         self.ctx.home.holdings.seal(held, call.length, "")
         own.done[rank] = call
         if set(own.done) == set(own.ranks) and not self.ctx.decided(own.attempt):
@@ -284,10 +287,9 @@ class Saving:
         )
         return taken < self.ctx.roster.generation.keep_last + 1
 
-    def _capacity(self, snapshot_bytes: int) -> int:
-        config = self.ctx.home.config
-        grown = int(snapshot_bytes * config.slot_growth)
-        return -(-grown // config.slot_round_bytes) * config.slot_round_bytes
+    def _capacity(self, wanted_bytes: int) -> int:
+        unit = self.ctx.home.config.slot_round_bytes
+        return max(1, -(-wanted_bytes // unit)) * unit
 
     def _why(self, attempt: r.Attempt) -> str:
         outcome = self._outcome(attempt)

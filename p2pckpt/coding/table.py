@@ -195,12 +195,12 @@ def parse(data: memoryview) -> Table:
         last = raw.pop(TREE)
         entries = tuple(_entry(name, item, true, start) for name, item in raw.items())
         tree = _entry(TREE, last, {}, start)
-        if tree.dtype != "uint8" or len(tree.shape) != 1 or set(true) - set(raw):
+        if tree.dtype != "uint8" or len(tree.shape) != 1 or true.keys() - raw.keys():
             raise FormatError("the tree entry or the dtype table of the header is malformed")
         views = {}
-        for i, group, delta, strides in own["views"]:
+        for i, group, delta, strides in _listed(own["views"]):
             shape = entries[_natural(i)].shape
-            views[i] = (_natural(group), _natural(delta), tuple(map(_integer, strides)))
+            views[i] = (_natural(group), _natural(delta), tuple(map(_integer, _listed(strides))))
             if len(strides) != len(shape):
                 raise FormatError(f"view {i} has {len(strides)} strides, needed {len(shape)}")
     except FormatError:
@@ -216,8 +216,8 @@ def parse(data: memoryview) -> Table:
 
 
 def _entry(name: str, item: Any, true: Mapping[str, Any], start: int) -> Entry:
-    begin, end = map(_natural, item["data_offsets"])
-    shape = tuple(map(_natural, item["shape"]))
+    begin, end = map(_natural, _listed(item["data_offsets"]))
+    shape = tuple(map(_natural, _listed(item["shape"])))
     if len(item) != 3 or len(shape) > 65:
         raise FormatError(f"header entry {name[:80]!r} is malformed")
     dtype = _TRUE_DTYPES[item["dtype"]]
@@ -238,6 +238,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise FormatError("a name occurs twice in the snapshot header")
     return result
+
+
+def _listed(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise FormatError(f"{str(value)[:40]} is no list")
+    return value
 
 
 def _integer(value: Any) -> int:

@@ -11,7 +11,8 @@ counts the bytes by kind of source. Raises nothing for a failing source, it is o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from p2pckpt import records as r
@@ -37,6 +38,20 @@ class Fetching:
     bytes_from: dict[str, int] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     wrong: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def now(self) -> float:
+        """The loop's clock."""
+        return asyncio.get_running_loop().time()
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add what the block takes to the seconds of a stage."""
+        begun = self.now()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + self.now() - begun
 
     def failed(self, node: str, error: Exception) -> None:
         """A source did not give what it should; wrong bytes are told from absent ones."""
@@ -153,9 +168,10 @@ async def _fetch(
         finally:
             await expected.cancel()
         view = job.doors.arena.view(into)
-        bad = await job.doors.workers.run(
-            lambda: bad_chunks(manifest, job.rank, shard, view), into.length
-        )
+        with job.timed("verify"):
+            bad = await job.doors.workers.run(
+                lambda: bad_chunks(manifest, job.rank, shard, view), into.length
+            )
         if bad:
             raise IntegrityError(f"{kind} {part}: chunks {bad[:5]} differ from the manifest")
     except (CheckpointError, KeyError) as e:

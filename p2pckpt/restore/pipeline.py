@@ -31,6 +31,7 @@ class Fetched:
     target: Region
     bytes_from: dict[str, int]
     decoded: tuple[int, ...]
+    seconds: dict[str, float]
 
 
 Stage = Callable[[int], Awaitable[Region]]
@@ -42,28 +43,43 @@ async def restore_rank(job: Fetching, room: Stage, scratch: Stage) -> Fetched:
         manifest = await fetch_manifest(job)
     except IntegrityError as e:
         raise _failure(job, str(e)) from e
-    entry, layout = manifest.of_rank(job.rank), manifest.layout
-    target = await room(entry.length)
+    target = await room(manifest.of_rank(job.rank).length)
+    begun = job.now()
     there = await fetch_data(job, manifest, target)
-    missing = [i for i in range(layout.k) if i not in there]
+    missing = [i for i in range(manifest.layout.k) if i not in there]
     if missing:
-        staging = await scratch(len(missing) * entry.shard_bytes)
-        parity = await fetch_parity(job, manifest, len(missing), staging)
-        if len(parity) < len(missing):
-            have = len(there) + len(parity)
-            raise _failure(job, f"has {have} of {layout.k} needed shards")
-        views = {index: job.doors.arena.view(region) for index, region in parity.items()}
-        image = job.doors.arena.view(target)
-        await job.doors.workers.run(
-            lambda: decode_rank(entry, layout, image, views, missing),
-            layout.k * entry.shard_bytes,
-        )
+        await _rebuild(job, manifest, target, missing, scratch)
+    seconds = {**job.seconds, "fetch": job.now() - begun - sum(job.seconds.values())}
+    return Fetched(manifest, target, dict(job.bytes_from), tuple(missing), seconds)
+
+
+async def _rebuild(
+    job: Fetching, manifest: r.Manifest, target: Region, missing: list[int], scratch: Stage
+) -> None:
+    """Decode the missing data shards in place, from as much parity as they need."""
+    entry, layout = manifest.of_rank(job.rank), manifest.layout
+    staging = await scratch(len(missing) * entry.shard_bytes)
+    parity = await fetch_parity(job, manifest, len(missing), staging)
+    if len(parity) < len(missing):
+        have = layout.k - len(missing) + len(parity)
+        raise _failure(job, f"has {have} of {layout.k} needed shards")
+    views = {index: job.doors.arena.view(region) for index, region in parity.items()}
+    image = job.doors.arena.view(target)
+
+    def decode_and_verify() -> list[str]:
+        decode_rank(entry, layout, image, views, missing)
+        wrong = []
         for index in missing:
             start = min(index * entry.shard_bytes, entry.length)
             piece = image[start : start + entry.stored_bytes(index, layout.k)]
             if bad := bad_chunks(manifest, job.rank, index, piece):
-                raise RestoreFailed(f"rank {job.rank}: decoded shard {index}: chunks {bad[:5]}")
-    return Fetched(manifest, target, dict(job.bytes_from), tuple(missing))
+                wrong.append(f"decoded shard {index}: chunks {bad[:5]}")
+        return wrong
+
+    with job.timed("decode"):
+        size = layout.k * entry.shard_bytes
+        if wrong := await job.doors.workers.run(decode_and_verify, size):
+            raise RestoreFailed(f"rank {job.rank}: {'; '.join(wrong)}")
 
 
 def _failure(job: Fetching, what: str) -> RestoreFailed:

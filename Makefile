@@ -1,0 +1,38 @@
+# Two commands on a fresh machine: `make demo` runs the main job, `make test` the tests.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS ?= dev,ucx-cu12
+
+.PHONY: install check test test-all demo bench world clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	touch $@
+
+install: $(VENV)/.installed
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: install
+	$(BIN)/pytest -q -m "not slow"
+
+test-all: install
+	$(BIN)/pytest -q
+
+demo: install
+	$(BIN)/p2pckpt demo $(ARGS)
+
+bench: install
+	$(BIN)/python -m tests.bench $(if $(JSON),--json $(JSON)) $(if $(SCALE),--scale $(SCALE))
+
+world: install
+	$(BIN)/p2pckpt simulate world --seed $(or $(SEED),1)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,110 @@
+"""How things stand, for people and monitors: one JSON document, asked for over the local socket.
+
+What is shown per job: the generation, the lineage with its committed steps, and for the newest
+committed step how many more node losses it survives *now*, worked out exactly from what every
+living agent says it holds, with what is missing if that is less than the layout promises.
+
+Contract: never changes anything; bounded by the peers' deadline; a part that cannot be read now is
+given as null with the reason beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.agent.context import Home, JobContext
+from p2pckpt.agent.deciding import ask_all, groups_of
+from p2pckpt.errors import CheckpointError
+from p2pckpt.restore.locate import Facts, sources_of
+from topology.cluster import LEVELS, Cluster, Node, TopologyError
+from topology.survive import Share, worst_case
+
+SCHEMA_VERSION = 1
+
+
+class HasContext(Protocol):
+    """A job on this node."""
+
+    ctx: JobContext
+
+
+async def status(home: Home, jobs: Mapping[str, HasContext]) -> dict[str, Any]:
+    """The document."""
+    arena = home.doors.arena
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "node": home.node,
+        "host": home.member.host,
+        "domains": dict(home.member.domains),
+        "store_id": arena.store_id,
+        "cut_off": home.cut_off,
+        "ram": {"budget_bytes": arena.budget_bytes, "used_bytes": arena.used_bytes},
+        "members": await _members(home),
+        "jobs": {name: await _job(job.ctx) for name, job in sorted(jobs.items())},
+    }
+
+
+async def _members(home: Home) -> list[str] | None:
+    try:
+        return sorted((await home.living(home.config.keepalive_s)).members)
+    except CheckpointError:
+        return None
+
+
+async def _job(ctx: JobContext) -> dict[str, Any]:
+    state = ctx.state
+    closed, latest = state.current_lineage(), state.latest()
+    document: dict[str, Any] = {
+        "generation": state.generation.number if state.generation else None,
+        "world_size": state.generation.world_size if state.generation else None,
+        "layout": str(state.generation.layout) if state.generation else None,
+        "lineage": closed.lineage if closed else None,
+        "steps": state.steps(closed.lineage) if closed else [],
+        "latest": latest.attempt.step if latest else None,
+        "held_bytes": sum(h.length for h in ctx.home.holdings.of_job(ctx.job)),
+        "unreadable": dict(state.unreadable),
+        "redundancy": None,
+    }
+    if latest is not None:
+        try:
+            document["redundancy"] = await redundancy(ctx, latest)
+        except (CheckpointError, TopologyError) as e:
+            document["redundancy_why"] = str(e)
+    return document
+
+
+async def redundancy(ctx: JobContext, commit: r.Commit) -> dict[str, Any]:
+    """What a committed step survives now: node losses, and which shares lack what."""
+    answers, silent = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
+    groups = await groups_of(ctx, commit.attempt)
+    facts = Facts(ctx.state, answers, silent, {commit.attempt.key: groups}, False)
+    members = (await ctx.home.living(ctx.home.config.keepalive_s)).members
+    nodes = [Node(m.node, m.host, tuple(m.domains.items())) for m in members.values()]
+    levels = LEVELS + tuple(sorted({lv for m in members.values() for lv in m.domains} - {*LEVELS}))
+    cluster = Cluster(tuple(nodes), levels)
+    shares, missing = [], []
+    for share in (s for group in groups for s in group.shares):
+        found = sources_of(share, commit.attempt, facts)
+        owners = [set(found.slots.get(rank, ())) & set(members) for rank in share.ranks]
+        whole = sorted(set.intersection(*owners)) if owners else []
+        holders = tuple(
+            next((n for n in found.shards.get(i, ()) if n in members), None)
+            for i in range(commit.layout.shards)
+        )
+        owner = whole[0] if whole else share.node
+        shares.append(Share(owner, holders, commit.layout.k, own_copy=bool(whole)))
+        gone = [i for i, holder in enumerate(holders) if holder is None]
+        if gone or not whole:
+            missing.append({"share": share.node, "shards": gone, "own_copy": bool(whole)})
+    worst = worst_case(shares, cluster)
+    return {
+        "step": commit.attempt.step,
+        "survivable_node_losses": len(worst.domains) - 1,
+        "full": commit.layout.m + 1,
+        "worst_case": worst.reason,
+        "missing": missing,
+        "silent": list(silent),
+    }

@@ -1,0 +1,116 @@
+"""A real agent: the backends behind the doors, opened and closed in order.
+
+    tmpfs arena -> etcd -> gRPC peers -> UCX mover -> trainers' socket -> Agent.run
+
+What can be wrong before anything is promised (no room, an etcd release that loses commits, a taken
+port, no UCX) is an error here, at start, and not at the first save.
+
+Contract: `run_node` returns after `stop` was set and saves in flight have ended within
+`stop_grace_s`; the RAM files stay for the next start. Every door that was opened is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from p2pckpt import records as r
+from p2pckpt.agent.daemon import Agent
+from p2pckpt.backends.arena import TmpfsArena
+from p2pckpt.backends.budget import default_budget
+from p2pckpt.backends.etcd import Etcd
+from p2pckpt.backends.peers import GrpcPeers
+from p2pckpt.backends.trainers import SocketTrainers
+from p2pckpt.backends.ucx import UcxTransport
+from p2pckpt.backends.ucx_flow import Limits
+from p2pckpt.backends.workers import SystemIds, ThreadWorkers
+from p2pckpt.config import Config
+from p2pckpt.errors import ConfigError
+from p2pckpt.ports import Doors
+
+Notes = Callable[[str, dict[str, Any]], None]
+
+
+async def run_node(config: Config, socket: str, notes: Notes, stop: asyncio.Event) -> None:
+    """Run one node's agent until `stop` is set. ``socket``: where trainers find it."""
+    if config.transport != "ucx":
+        raise ConfigError(f"transport = {config.transport!r}: this release has 'ucx' only")
+    async with AsyncExitStack() as stack:
+        budget, why = config.ram_budget_bytes, "as configured"
+        if not budget:
+            budget, why = default_budget(config.directory)
+        notes("budget", {"bytes": budget, "why": why})
+        arena = TmpfsArena(config.directory, budget)
+        stack.callback(arena.close)
+        workers = ThreadWorkers(config.workers)
+        stack.callback(workers.close)
+        etcd = await stack.enter_async_context(_etcd(config))
+        notes("etcd", dict(await etcd.check_version(config.trial)))
+        peers = await GrpcPeers.start(config.listen)
+        stack.push_async_callback(peers.close)
+        limits = Limits(piece_bytes=config.piece_bytes, open_pieces=config.open_pieces)
+        transport = await UcxTransport.start(arena.descriptor, config.listen, limits=limits)
+        stack.push_async_callback(transport.close)
+        notes("transport", dict(transport.describe()))
+        trainers = SocketTrainers(socket, arena.descriptor)
+        stack.push_async_callback(trainers.close)
+        doors = Doors(
+            etcd.ledger,
+            etcd.membership,
+            peers,
+            transport,
+            arena,
+            trainers,
+            workers,
+            SystemIds(),
+            notes,
+        )
+        agent = Agent(config, doors, member_of(config, arena.store_id))
+        running = asyncio.create_task(agent.run(), name="agent")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        ready = asyncio.create_task(_tell_ready(agent, socket, notes), name="ready")
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            await agent.stop()
+        for task in (running, stopping, ready):
+            task.cancel()
+        results = await asyncio.gather(running, stopping, ready, return_exceptions=True)
+        if isinstance(results[0], Exception):
+            raise results[0]
+
+
+def member_of(config: Config, store_id: str) -> r.Member:
+    """Who this node is. The host defaults to a digest of the machine id."""
+    host = config.host_id
+    if not host:
+        machine = Path("/etc/machine-id")
+        text = machine.read_text().strip() if machine.exists() else ""
+        if not text:
+            raise ConfigError("host_id: /etc/machine-id is empty or absent; set host_id")
+        host = hashlib.sha256(b"p2pckpt " + text.encode()).hexdigest()[:16]
+    if not config.node:
+        raise ConfigError("node: needs a name that no other agent has")
+    return r.Member(config.node, host, store_id, "", "", "", config.domain_map)
+
+
+async def _tell_ready(agent: Agent, socket: str, notes: Notes) -> None:
+    await agent.ready.wait()
+    notes("ready", {"node": agent.home.node, "socket": socket})
+
+
+def _etcd(config: Config) -> Etcd:
+    files = [Path(f) for f in (config.cacert, config.cert, config.key) if f]
+    if len(files) not in (0, 3):
+        raise ConfigError("cacert, cert, key: needs all three or none")
+    scheme = "https" if files else "http"
+    endpoints = [
+        e if "://" in e else f"{scheme}://{e}"
+        for e in (part.strip() for part in config.endpoints.split(","))
+        if e
+    ]
+    tls = (files[0], files[1], files[2]) if files else None
+    return Etcd(endpoints, tls, config.rpc_timeout_s, config.ledger_timeout_s)

@@ -1,0 +1,221 @@
+"""A watch that outlives its connection and notices when nobody is there any more.
+
+An etcd watch is a stream, and a stream can fall silent in two ways: nothing changes, or the member
+is frozen. So while we wait, the member is asked for progress once a second; when no answer of any
+kind comes for three seconds the stream is opened again on another member, from the revision after
+the last one that was handed on. No revision is asked for before all its changes were handed on, and
+none after: nothing is lost and nothing comes twice.
+
+Contract: `EtcdWatch` yields batches of whole revisions, in order. It reconnects for as long as it
+takes, and ends only with Compacted (list again), with ConfigError when etcd refuses the watch, or
+with LedgerUnavailable when the client was closed.
+
+Two things are left alone on purpose. The revision of a progress answer never moves the watch on:
+before 3.4.25 and 3.5.8 it could run ahead of changes still to come (etcd-io/etcd#15220). And no
+fragments are asked for, so that an answer always holds whole revisions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+from pyetcd.etcdrpc import rpc_pb2 as pb
+
+from p2pckpt.errors import Compacted, ConfigError, LedgerUnavailable
+from p2pckpt.ports import Change
+
+PROGRESS_S = 1.0
+"""How long a stream may be quiet before the member is asked for progress, and asked again."""
+SILENT_S = 3.0
+"""How long all answers may be missing before the stream is given up."""
+_PAUSE_S = 0.05
+"""A member that ends every stream at once must not make us spin."""
+_PUT = 0
+
+
+class _Lost(Exception):
+    """The stream is no good any more; open another one."""
+
+
+class Calls(Protocol):
+    """What a watch needs of `etcd_calls.EtcdCalls`."""
+
+    rpc_deadline_s: float
+
+    @property
+    def closed(self) -> bool:
+        """The client was closed."""
+        ...
+
+    def cut_short(self) -> bool:
+        """A CancelledError comes from closing the client."""
+        ...
+
+    async def reach(self, what: str) -> Any:
+        """A member with a connection, however long it takes."""
+        ...
+
+    def move_on(self, member: Any) -> None:
+        """Prefer another member."""
+        ...
+
+    def check_cluster(self, header: Any, member: Any) -> None:
+        """Raises LedgerForgot for an answer of another cluster."""
+        ...
+
+
+class EtcdWatch:
+    """An async iterator over batches of changes of the keys in `span`; see ports.Ledger.watch.
+
+    A cancelled wait loses nothing: the next one goes on from the same revision on a new stream.
+    """
+
+    def __init__(
+        self, calls: Calls, what: str, span: tuple[bytes, bytes], from_revision: int
+    ) -> None:
+        self._calls = calls
+        self._what = what
+        self._span = span
+        self._next = from_revision
+        self._stream: _Stream | None = None
+        self._ended = False
+
+    def __aiter__(self) -> EtcdWatch:
+        return self
+
+    async def __anext__(self) -> Sequence[Change]:
+        while not self._ended:
+            try:
+                if self._stream is None:
+                    member = await self._calls.reach(self._what)
+                    self._stream = _Stream(self._calls, member)
+                    await self._stream.begin(self._span, self._next)
+                answer = await self._stream.next()
+                if answer.canceled:
+                    raise _why(self._what, self._next, answer)
+                batch = _batch(answer, self._next)
+            except _Lost:
+                await self._end_stream(move_on=True)
+                await asyncio.sleep(_PAUSE_S)
+            except asyncio.CancelledError:
+                await self._end_stream()
+                raise
+            except BaseException:
+                await self.aclose()
+                raise
+            else:
+                if batch:
+                    self._next = batch[-1].revision + 1
+                    return batch
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """End the watch. Again is fine."""
+        self._ended = True
+        await self._end_stream()
+
+    async def _end_stream(self, move_on: bool = False) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            if move_on:
+                self._calls.move_on(stream.member)
+            await stream.end()
+
+
+def _batch(answer: Any, following: int) -> list[Change]:
+    """The changes of one answer, without those that were handed on before."""
+    return [
+        Change(
+            key=event.kv.key.decode(),
+            value=event.kv.value if event.type == _PUT else None,
+            revision=event.kv.mod_revision,
+            create_revision=event.kv.create_revision,
+        )
+        for event in answer.events
+        if event.kv.mod_revision >= following
+    ]
+
+
+def _why(what: str, following: int, answer: Any) -> Exception:
+    """Why the member cancelled the watch."""
+    if answer.compact_revision:
+        return Compacted(
+            f"{what}: changes from revision {following} on are gone, "
+            f"etcd is compacted up to {answer.compact_revision}"
+        )
+    if "permission denied" in answer.cancel_reason.lower():
+        return ConfigError(f"{what}: etcd refuses: {answer.cancel_reason}")
+    return _Lost(answer.cancel_reason)
+
+
+class _Stream:
+    """One stream of one member, with one watch on it."""
+
+    def __init__(self, calls: Calls, member: Any) -> None:
+        self._calls = calls
+        self.member = member
+        self._call = member.watch.Watch(metadata=(("hasleader", "true"),))
+        self._reading: asyncio.Future[Any] | None = None
+
+    async def begin(self, span: tuple[bytes, bytes], revision: int) -> None:
+        """Ask for changes from a revision on."""
+        created = pb.WatchCreateRequest(key=span[0], range_end=span[1], start_revision=revision)
+        await self._write(pb.WatchRequest(create_request=created))
+
+    async def next(self) -> Any:
+        """The next answer, of whatever kind. Raises _Lost after SILENT_S without one.
+
+        The member is heard only while somebody waits here, so its silence counts from here.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self._reading = asyncio.ensure_future(self._call.read())
+        while not self._reading.done():
+            if loop.time() - began > SILENT_S:
+                raise _Lost("silent")
+            done, _ = await asyncio.wait({self._reading}, timeout=PROGRESS_S)
+            if not done:
+                await self._write(pb.WatchRequest(progress_request=pb.WatchProgressRequest()))
+        reading, self._reading = self._reading, None
+        if reading.cancelled():
+            raise self._lost("cancelled")
+        error = reading.exception()
+        if isinstance(error, grpc.aio.AioRpcError):
+            raise self._lost(f"{error.code().name} {error.details()}")
+        if error is not None:
+            raise error
+        answer = reading.result()
+        if answer is grpc.aio.EOF:
+            raise self._lost("ended")
+        self._calls.check_cluster(answer.header, self.member)
+        return answer
+
+    async def _write(self, request: Any) -> None:
+        # Not `wait_for`: in Python 3.11 it loses a cancellation that meets the write's end.
+        try:
+            async with asyncio.timeout(self._calls.rpc_deadline_s):
+                await self._call.write(request)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+            raise self._lost(type(error).__name__) from None
+        except asyncio.CancelledError:
+            if not self._calls.cut_short():
+                raise
+            raise self._lost("closed") from None
+
+    def _lost(self, why: str) -> Exception:
+        if self._calls.closed:
+            return LedgerUnavailable("watch: the etcd client was closed meanwhile")
+        return _Lost(why)
+
+    async def end(self) -> None:
+        """Cancel the stream and wait for its last read, so that no task is left behind."""
+        self._call.cancel()
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait({self._reading}, timeout=self._calls.rpc_deadline_s)
+            if self._reading.done() and not self._reading.cancelled():
+                self._reading.exception()  # seen, so that asyncio does not report it as lost

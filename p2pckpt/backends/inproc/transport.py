@@ -1,0 +1,214 @@
+"""Payload between the arenas of agents over the fake network: the port Transport.
+
+Intuition. A grant is a place of the receiver's that accepts one write of one length by whoever
+shows its nonce. A flow carries the bytes piece by piece, and can be stopped between two of them.
+
+Contract. Nothing is written without a living grant of exactly that length: with another length
+nothing is written at all, the receiver gets IntegrityError, the sender Refused. A grant serves one
+sender. `cancel` is instant: no piece is written after it, unless the planted bug
+`Weather.late_write` is on. `send` returns when the last piece has left, which may still be lost.
+A sender that gives up or dies breaks the connection (the receiver gets PeerUnreachable), but over a
+blocked link that does not get through either, and both sides wait for their timeouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from p2pckpt.backends.inproc.net import FakeNet
+from p2pckpt.coding.checksum import crc32c
+from p2pckpt.errors import CheckpointError, IntegrityError, PeerUnreachable, Refused
+from p2pckpt.ports import Expected, Region
+
+
+class _Grant:
+    """`ports.Expected`: the receiver's side of a transfer."""
+
+    def __init__(self, nonce: str, target: memoryview, forget: Callable[[str], None]) -> None:
+        self.target = target
+        self.taken = False
+        self.cancelled = False
+        self._nonce = nonce
+        self._forget = forget
+        self._written = 0
+        self._end: asyncio.Future[CheckpointError | None]
+        self._end = asyncio.get_running_loop().create_future()
+
+    @property
+    def nonce(self) -> str:
+        """What the sender must show."""
+        return self._nonce
+
+    async def received(self, timeout_s: float) -> None:
+        """Wait for all bytes. Raises PeerUnreachable, IntegrityError, Refused (cancelled)."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                error = await asyncio.shield(self._end)
+        except TimeoutError:
+            raise PeerUnreachable(
+                f"grant {self._nonce}: {self._written} of {len(self.target)} bytes "
+                f"came within {timeout_s:g} s"
+            ) from None
+        if error is not None:
+            raise type(error)(str(error))
+
+    async def cancel(self) -> None:
+        """Withdraw the grant, at once."""
+        self.cancelled = True
+        self.end(Refused(f"grant {self._nonce}: cancelled"))
+
+    def write(self, offset: int, piece: bytes) -> None:
+        """Bytes that arrive."""
+        self.target[offset : offset + len(piece)] = piece
+        self._written += len(piece)
+
+    def end(self, error: CheckpointError | None) -> None:
+        """Tell the receiver how it ended; the first word counts."""
+        self._forget(self._nonce)
+        if not self._end.done():
+            self._end.set_result(error)
+
+
+class TransportDoor:
+    """`ports.Transport` of one agent. ``view(region)`` is its arena's."""
+
+    def __init__(self, net: FakeNet, node: str, view: Callable[[Region], memoryview]) -> None:
+        self.grants: dict[str, _Grant] = {}
+        self._net = net
+        self._node = node
+        self._view = view
+        self._flows: list[asyncio.Task[None]] = []
+        net.doors[self.address] = self
+
+    @property
+    def address(self) -> str:
+        """The same for every start of the node's agent."""
+        return f"{self._node}/transport"
+
+    async def expect(self, region: Region) -> Expected:
+        """Grant a write of the whole region to whoever shows the nonce."""
+        nonce = f"{self._net.rng.getrandbits(128):032x}"
+        self.grants[nonce] = grant = _Grant(nonce, self._view(region), self._forget)
+        return grant
+
+    async def send(self, address: str, nonce: str, region: Region, timeout_s: float) -> None:
+        """Write a region to a peer's grant. Raises PeerUnreachable or Refused."""
+        left: asyncio.Future[CheckpointError | None]
+        left = asyncio.get_running_loop().create_future()
+        flow = _Flow(self._net, self._node, address, nonce, left)
+        task = self._net.start(flow.run(self._view(region)), f"{self._node} sends to {address}")
+        self._flows.append(task)
+        task.add_done_callback(self._flows.remove)
+        task.add_done_callback(flow.ended)
+        try:
+            async with asyncio.timeout(timeout_s):
+                error = await left
+        except TimeoutError:
+            raise PeerUnreachable(f"{address}: took not all bytes in {timeout_s:g} s") from None
+        finally:
+            if left.cancelled():
+                task.cancel()
+        if error is not None:
+            raise error
+
+    async def close(self) -> None:
+        """End all transfers, both ways."""
+        self.detach()
+
+    def detach(self) -> None:
+        """Be gone, as when the process dies."""
+        if self._net.doors.get(self.address) is self:
+            del self._net.doors[self.address]
+        for task in self._flows:
+            task.cancel()
+        for grant in list(self.grants.values()):
+            grant.end(PeerUnreachable(f"grant {grant.nonce}: the transport was closed"))
+
+    def _forget(self, nonce: str) -> None:
+        self.grants.pop(nonce, None)
+
+
+class _Flow:
+    """A transfer on the network, from the sender's first word to the last byte."""
+
+    def __init__(
+        self,
+        net: FakeNet,
+        node: str,
+        address: str,
+        nonce: str,
+        left: asyncio.Future[CheckpointError | None],
+    ) -> None:
+        self._net = net
+        self._node = node
+        self._address = address
+        self._nonce = nonce
+        self._left = left
+        self._target = net.node_of(address)
+
+    async def run(self, source: memoryview) -> None:
+        """All of it; a message that is lost just ends it, and the timeouts tell both sides."""
+        net = self._net
+        self._log("transfer.begin", source)
+        if not await net.hop(self._node, self._target):
+            return
+        door = net.doors.get(self._address)
+        if not isinstance(door, TransportDoor):
+            await self._answer(PeerUnreachable(f"{self._address}: nobody takes payload there"))
+            return
+        grant = door.grants.get(self._nonce)
+        if grant is None or grant.taken:
+            await self._answer(Refused(f"{self._address}: no open grant {self._nonce}"))
+            return
+        grant.taken = True
+        if len(grant.target) != len(source):
+            lengths = f"needs {len(grant.target)} bytes, has {len(source)}"
+            grant.end(IntegrityError(f"grant {self._nonce}: {lengths}"))
+            await self._answer(Refused(f"{self._address}: grant {self._nonce} {lengths}"))
+            return
+        try:
+            await self._move(source, grant, door)
+        except asyncio.CancelledError:
+            if net.is_open(self._node, self._target):
+                grant.end(PeerUnreachable(f"grant {self._nonce}: {self._node} broke off"))
+            raise
+
+    def ended(self, task: asyncio.Task[None]) -> None:
+        """A flow that was ended from outside must not leave its sender waiting."""
+        if task.cancelled():
+            self._leave(PeerUnreachable(f"{self._address}: the transport here was closed"))
+
+    async def _move(self, source: memoryview, grant: _Grant, door: TransportDoor) -> None:
+        net, step = self._net, self._net.piece_bytes
+        for offset in range(0, len(source), step) or (0,):
+            piece = bytes(source[offset : offset + step])
+            await net.pass_piece(self._node, self._target, len(piece))
+            if offset + step >= len(source):
+                self._leave(None)
+                if not await net.hop(self._node, self._target):
+                    return
+            if net.doors.get(self._address) is not door:
+                await self._answer(PeerUnreachable(f"{self._address}: connection lost"))
+                return
+            if grant.cancelled and not net.weather.late_write:
+                await self._answer(Refused(f"{self._address}: grant {self._nonce} was cancelled"))
+                return
+            if grant.cancelled:
+                self._log("fault.net.late_write", piece)
+            grant.write(offset, net.flipped(piece))
+        self._log("transfer.arrived", source)
+        grant.end(None)
+
+    async def _answer(self, error: CheckpointError) -> None:
+        """Tell the sender, if it can be reached and still listens."""
+        if await self._net.hop(self._target, self._node):
+            self._leave(error)
+
+    def _leave(self, error: CheckpointError | None) -> None:
+        if not self._left.done():
+            self._left.set_result(error)
+
+    def _log(self, what: str, content: memoryview | bytes) -> None:
+        facts = {"to": self._address, "bytes": len(content), "crc32c": f"{crc32c(content):08x}"}
+        self._net.log(self._node, what, {**facts, "nonce": self._nonce})

@@ -1,0 +1,418 @@
+"""The hook in a training loop: `Checkpointer`, and the `SaveHandle` that a save returns.
+
+A save copies the state into shared memory that belongs to this node's agent, says so, and returns;
+everything after that (coding, sending, committing) happens in the agent and survives this process.
+A restore asks the agent which step the whole job goes back to, gets this rank's bytes as mapped
+memory, checks every chunk on the way into the tensors, and returns when all ranks have theirs.
+
+Contract: the constructor and `restore` raise. `save` and `close` do not, unless `on_error="raise"`:
+a store that is out of order must not kill training; trouble is counted in `errors`, told by the
+handle, and logged once in LOG_EVERY_S. No thread, no fork, no UCX, gRPC or etcd in this process.
+Every rank makes the same calls in the same order. One thread at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.backends.agent_link import AgentLink
+from p2pckpt.backends.trainers import default_socket_paths
+from p2pckpt.coding.checksum import verify_chunks
+from p2pckpt.errors import (
+    AgentUnreachable,
+    CheckpointError,
+    IntegrityError,
+    NothingToRestore,
+    NotSeated,
+    RestoreFailed,
+    SaveAborted,
+    StaleGenerationError,
+    UsageError,
+)
+from p2pckpt.restore import load as loading
+from p2pckpt.save import snapshot
+
+LOG_EVERY_S = 30.0
+CALL_TIMEOUT_S = 30.0
+"""Of a call that the agent answers within its own, shorter, bounds."""
+
+_UNSET: Any = object()
+_log = logging.getLogger("p2pckpt")
+_made = 0
+"""Checkpointers that this process made; all ranks of a launch count alike."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Which rank of which launch this process is. `find` reads it from the environment."""
+
+    rank: int
+    world_size: int
+    run_token: str
+
+    @classmethod
+    def find(cls, environ: Mapping[str, str]) -> Launch:
+        """From torchrun's or Slurm's variables; else a launch of one rank.
+
+        The run token is a nonce that rank 0 puts in torch.distributed's store, if that is
+        initialised; else it is made of the launcher's own variables.
+        """
+        e = environ
+        if "RANK" in e and "WORLD_SIZE" in e:
+            rank, size = int(e["RANK"]), int(e["WORLD_SIZE"])
+            names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+        elif "SLURM_PROCID" in e and "SLURM_NTASKS" in e:
+            rank, size = int(e["SLURM_PROCID"]), int(e["SLURM_NTASKS"])
+            names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        else:
+            return cls(0, 1, uuid.uuid4().hex)
+        token = _shared_nonce(rank) or "/".join(e.get(name, "") for name in names)
+        return cls(rank, size, token)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a restore did: where the bytes came from, and the seconds of each stage."""
+
+    step: int
+    source: str
+    snapshot_bytes: int
+    bytes_from: dict[str, int]
+    seconds: dict[str, float]
+    meta: dict[str, Any]
+
+
+@dataclass
+class SaveHandle:
+    """One save. ``status``: "in flight", "committed", "aborted", "skipped" or "failed".
+
+    "skipped": this attempt was not taken on any rank; "aborted": it ended without commit;
+    "failed": this rank could not take part. ``reason`` says why.
+    """
+
+    step: int
+    status: str = "in flight"
+    reason: str = ""
+    _owner: Checkpointer | None = field(default=None, repr=False)
+    _ordinal: int = field(default=0, repr=False)
+
+    def done(self) -> bool:
+        """Has the save an end? Asks the agent, without waiting."""
+        if self.status == "in flight" and self._owner is not None:
+            self._owner._look(self, 0.0)
+        return self.status != "in flight"
+
+    def wait(self, timeout_s: float = 60.0) -> str:
+        """Wait for the commit. Returns "committed"; raises SaveAborted with the reason, or
+        TimeoutError if the save is still in flight."""
+        deadline = time.monotonic() + timeout_s
+        while self.status == "in flight" and self._owner is not None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"save of step {self.step}: in flight after {timeout_s:g} s")
+            self._owner._look(self, min(left_s, 5.0))
+        if self.status != "committed":
+            raise SaveAborted(f"save of step {self.step} {self.status}: {self.reason}")
+        return self.status
+
+
+class Checkpointer:
+    """Checkpoints of one job, for one rank. See the file's head for what may raise.
+
+    ``layout``: "rs:k,m" or "copies:r". ``every``: steps between saves, for `should_save`.
+    ``keep_last``: committed steps that are kept. ``agent``: the agent's socket, if it is not where
+    P2PCKPT_AGENT, XDG_RUNTIME_DIR or /run/p2pckpt say. ``takeover``: replace a launch of the job
+    that still lives. Raises AgentUnreachable, NotJoined, GenerationHeld, UsageError.
+    """
+
+    def __init__(  # noqa: PLR0913 - the user's door: keyword-only, each with a default
+        self,
+        job: str,
+        *,
+        layout: str = "rs:4,2",
+        every: int = 1,
+        keep_last: int = 1,
+        agent: str | None = None,
+        launch: Launch | None = None,
+        takeover: bool = False,
+        on_error: Literal["log", "raise"] = "log",
+        join_timeout_s: float = 300.0,
+    ) -> None:
+        if every < 1 or keep_last < 1:
+            raise UsageError(f"every={every}, keep_last={keep_last}: both need 1 or more")
+        if on_error not in ("log", "raise"):
+            raise UsageError(f'on_error={on_error!r}: allowed are "log" and "raise"')
+        self.job = r.Job(owner_uid=os.getuid(), name=job)
+        self.launch = launch or Launch.find(os.environ)
+        self.every = every
+        self.errors = 0
+        self.restored: Restored | None = None
+        self._on_error = on_error
+        self._logged_at: dict[str, float] = {}
+        self._plan: snapshot.Plan | None = None
+        self._ordinal = 0
+        self._restores = 0
+        self._closed = False
+        paths = (agent,) if agent else default_socket_paths(os.environ)
+        self._link = AgentLink(paths)
+        self._join = w.TrainerJoin(
+            job=self.job.key,
+            rank=self.launch.rank,
+            world_size=self.launch.world_size,
+            run_token=hashlib.sha256(self.launch.run_token.encode()).hexdigest()[:32],
+            layout=r.Layout.parse(layout),
+            keep_last=keep_last,
+            takeover=takeover,
+            timeout_s=join_timeout_s,
+        )
+        try:
+            joined = self._link.call(self._join, join_timeout_s + CALL_TIMEOUT_S)
+        except BaseException:
+            self._link.close()
+            raise
+        assert isinstance(joined, w.Joined)
+        self.generation = joined.generation
+        self.node = joined.node
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def should_save(self, step: int) -> bool:
+        """Is a save due at this step?"""
+        return step % self.every == 0
+
+    def save(self, step: int, state: Any, meta: Mapping[str, Any] | None = None) -> SaveHandle:
+        """Snapshot `state` as step `step`; returns when `state` may be changed again.
+
+        ``meta`` is small JSON kept with the step. What cannot be stored is refused with its path
+        and class (UnsupportedState), on all ranks.
+        """
+        handle = SaveHandle(step, _owner=self, _ordinal=self._ordinal)
+        self._ordinal += 1
+        try:
+            self._save(handle, state, meta)
+        except Exception as e:
+            handle.status, handle.reason = "failed", f"{type(e).__name__}: {e}"
+            self._trouble(f"save of step {step}", e)
+            if self._on_error == "raise":
+                raise
+        return handle
+
+    def _save(self, handle: SaveHandle, state: Any, meta: Mapping[str, Any] | None) -> None:
+        ordinal, step = handle._ordinal, handle.step
+        try:
+            text = json.dumps(dict(meta or {}))
+            self._plan = plan = snapshot.plan(state, self._plan)
+        except Exception as e:
+            self._call(w.SlotFailed(ordinal, step, f"{type(e).__name__}: {e}"[:2000]))
+            raise
+        slot = self._call(w.OpenSlot(ordinal, step, plan.capacity_bytes))
+        if isinstance(slot, w.Skipped):
+            handle.status, handle.reason = "skipped", slot.reason
+            return
+        assert isinstance(slot, w.Slot)
+        try:
+            length = snapshot.write(plan, self._link.map(slot.file))
+        except Exception as e:
+            self._call(w.SlotFailed(ordinal, step, f"{type(e).__name__}: {e}"[:2000]))
+            raise
+        self._call(w.SlotDone(ordinal, step, length, text))
+
+    def _look(self, handle: SaveHandle, wait_s: float) -> None:
+        """Bring a handle up to date, waiting at most `wait_s`."""
+        try:
+            ask = w.SaveStatus(handle._ordinal, handle.step, wait_s)
+            reply = self._call(ask, wait_s + CALL_TIMEOUT_S)
+        except AgentUnreachable as e:
+            self._trouble(f"status of step {handle.step}", e)
+            time.sleep(min(wait_s, 0.2))
+            return
+        except CheckpointError as e:
+            handle.status, handle.reason = "failed", f"{type(e).__name__}: {e}"
+            return
+        assert isinstance(reply, w.SaveState)
+        if reply.outcome is not None:
+            committed = reply.outcome.verdict is r.Verdict.COMMIT
+            handle.status = "committed" if committed else "aborted"
+            handle.reason = reply.outcome.reason
+
+    # -- restoring --------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: Any,
+        *,
+        step: int | None = None,
+        default: int = _UNSET,
+        timeout_s: float = 600.0,
+    ) -> int:
+        """Bring `state` back to the newest provable step, in place; that step.
+
+        Three answers: restored; *provably nothing was ever committed*: returns ``default`` or
+        raises NothingToRestore; anything else raises (RestoreFailed: lost or not provable;
+        StateMismatch: the target has another structure), and then `state` must not be used.
+        Returns on no rank before all ranks have verified and loaded.
+        """
+        ordinal, self._restores = self._restores, self._restores + 1
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise RestoreFailed(f"restore: not finished within {timeout_s:g} s")
+            reply = self._call(w.RestoreCall(ordinal, step, left_s), left_s)
+            if isinstance(reply, w.RestoreNothing):
+                if default is _UNSET:
+                    raise NothingToRestore(f"job {self.job.name}: {reply.reason}")
+                return default
+            if isinstance(reply, w.RestoreFile) and self._load(reply, state, deadline):
+                return reply.step
+
+    def _load(self, reply: w.RestoreFile, state: Any, deadline: float) -> bool:
+        """Load and report; False if the ballot was not closed OK, so that another follows."""
+        begun = time.monotonic()
+        image = self._link.map(reply.file)[: reply.length]
+        check = _ChunkCheck(reply, image, self._mend)
+        failure: Exception | None = None
+        try:
+            loading.load(image, state, check)
+        except Exception as e:
+            failure = e
+        finally:
+            image.release()
+        load_s = time.monotonic() - begun
+        done = w.RestoreDone(
+            ballot=reply.ballot,
+            failed="" if failure is None else f"{type(failure).__name__}: {failure}"[:500],
+            retryable=not isinstance(failure, IntegrityError),
+        )
+        closed = self._call(done, max(1.0, deadline - time.monotonic()))
+        if failure is not None and not isinstance(failure, IntegrityError):
+            raise failure
+        assert isinstance(closed, w.RestoreClosed)
+        if closed.closed.close is not r.Close.OK:
+            return False
+        seconds = {**reply.seconds, "load": load_s - check.seconds, "check": check.seconds}
+        self.restored = Restored(
+            reply.step,
+            reply.source,
+            reply.length,
+            reply.bytes_from,
+            seconds,
+            json.loads(reply.meta),
+        )
+        return True
+
+    def _mend(self, ballot: int, offset: int, length: int) -> None:
+        """Have the agent fetch a part of the restore file anew."""
+        self._call(w.MendChunk(ballot, offset, length), 600.0)
+
+    # -- the rest ---------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """Committed steps of the current lineage, ascending."""
+        reply = self._call(w.ListSteps())
+        assert isinstance(reply, w.Steps)
+        return list(reply.committed)
+
+    def close(self) -> None:
+        """Say good-bye to the agent; saves in flight go on in it."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._link.call(w.Leave(), CALL_TIMEOUT_S)
+        except Exception as e:
+            self._trouble("close", e)
+            if self._on_error == "raise":
+                raise
+        finally:
+            self._link.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, request: r.Record, timeout_s: float = CALL_TIMEOUT_S) -> r.Record:
+        """Ask the agent; after it was restarted, take our seat there first."""
+        if self._closed:
+            raise UsageError("this Checkpointer is closed")
+        try:
+            return self._link.call(request, timeout_s)
+        except NotSeated:
+            rejoin = w.TrainerRejoin(self.job.key, self.launch.rank, self.generation)
+            self._link.call(rejoin, CALL_TIMEOUT_S)
+            return self._link.call(request, timeout_s)
+
+    def _trouble(self, what: str, error: Exception) -> None:
+        """Count, and log each kind at most once in LOG_EVERY_S."""
+        self.errors += 1
+        kind, now = type(error).__name__, time.monotonic()
+        if now - self._logged_at.get(kind, -LOG_EVERY_S) >= LOG_EVERY_S:
+            self._logged_at[kind] = now
+            hint = " (training goes on)" if not isinstance(error, StaleGenerationError) else ""
+            _log.warning("%s: %s: %s%s", what, kind, error, hint)
+
+
+class _ChunkCheck:
+    """CRC32C of every chunk that a range touches, once, right before the range is read."""
+
+    def __init__(self, reply: w.RestoreFile, image: memoryview, mend: Any) -> None:
+        self._reply, self._image, self._mend = reply, image, mend
+        self._table = np.frombuffer(reply.table, "<u4")
+        self._seen = np.zeros(len(self._table), bool)
+        self.seconds = 0.0
+
+    def __call__(self, offset: int, length: int) -> None:
+        """Raises IntegrityError if a chunk is wrong and could not be mended."""
+        begun, size = time.monotonic(), self._reply.chunk_bytes
+        first, last = offset // size, -(-(offset + length) // size)
+        while first < last:
+            stop = first
+            while stop < last and not self._seen[stop]:
+                stop += 1
+            if stop > first:
+                self._check(first, stop)
+            first = max(stop, first + 1)
+        self.seconds += time.monotonic() - begun
+
+    def _check(self, first: int, last: int) -> None:
+        size = self._reply.chunk_bytes
+        piece = self._image[first * size : last * size]
+        table = self._table[first:last]
+        if bad := verify_chunks(piece, size, table):
+            start = (first + bad[0]) * size
+            stop = min((first + bad[-1] + 1) * size, self._reply.length)
+            self._mend(self._reply.ballot, start, stop - start)
+            if bad := verify_chunks(piece, size, table):
+                raise IntegrityError(
+                    f"step {self._reply.step}: chunks {[first + b for b in bad[:5]]} are wrong"
+                )
+        self._seen[first:last] = True
+
+
+def _shared_nonce(rank: int) -> str:
+    """A nonce of rank 0's, by torch.distributed's store; "" where that is not initialised."""
+    global _made
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return ""
+    _made += 1
+    store = distributed.distributed_c10d._get_default_store()
+    key = f"p2pckpt/launch/{_made}"
+    if rank == 0:
+        store.set(key, uuid.uuid4().hex)
+    return str(store.get(key).decode())
