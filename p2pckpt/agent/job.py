@@ -17,6 +17,7 @@ from p2pckpt import wire as w
 from p2pckpt.agent.context import Home, JobContext
 from p2pckpt.agent.gather import Gathering
 from p2pckpt.agent.launch import Launch, Launches
+from p2pckpt.agent.repair import Repairing
 from p2pckpt.agent.restoring import Restoring
 from p2pckpt.agent.retire import retire
 from p2pckpt.agent.saving import Saving
@@ -48,6 +49,7 @@ class JobAgent:
         home = self.ctx.home
         home.spawn(f"follow {self.ctx.job}", self.ctx.follow())
         home.spawn(f"retire {self.ctx.job}", retire(self.ctx))
+        home.spawn(f"repair {self.ctx.job}", Repairing(self.ctx).loop())
         home.spawn(f"adopt {self.ctx.job}", self._adopted())
 
     async def _adopted(self) -> None:
@@ -97,7 +99,10 @@ class JobAgent:
         rank = self._seat(trainer).rank
         match request:
             case w.OpenSlot():
-                return await self.saving.open_slot(trainer, rank, request)
+                reply = await self.saving.open_slot(trainer, rank, request)
+                if trainer not in self.seats:  # it died meanwhile, and its death was told before
+                    await self.saving.trainer_gone(trainer)
+                return reply
             case w.SlotDone():
                 return await self.saving.slot_done(rank, request)
             case w.SlotFailed():

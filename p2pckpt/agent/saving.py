@@ -39,10 +39,8 @@ from p2pckpt.save.commit import (
     read_groups,
 )
 from p2pckpt.save.pipeline import Origin, OwnSlot, save_share
-from p2pckpt.save.send import Crew
+from p2pckpt.save.send import Crew, crew_of
 from p2pckpt.wire import pack
-from topology.cluster import LEVELS, Cluster, Node, TopologyError
-from topology.place import Level, Rules
 
 
 @dataclass
@@ -328,23 +326,3 @@ class Saving:
         held = await self.ctx.home.holdings.take(want)
         stages.append(held)
         return self.ctx.home.holdings.region(held, 0, size)
-
-
-def crew_of(
-    members: dict[str, r.Member],
-    own: r.Member,
-    layout: r.Layout,
-    spread: tuple[tuple[str, bool], ...],
-) -> Crew:
-    """The cluster of living members, and the rules of a layout."""
-    everybody = {**members, own.node: own}
-    nodes = tuple(
-        Node(m.node, m.host, tuple(sorted(m.domains.items()))) for m in everybody.values()
-    )
-    labelled = {level for m in everybody.values() for level in m.domains}
-    levels = LEVELS + tuple(sorted(labelled - set(LEVELS)))
-    try:
-        rules = Rules(layout.k, layout.m, tuple(Level(name, must) for name, must in spread))
-        return Crew(Cluster(nodes, levels), everybody, rules)
-    except TopologyError as e:
-        raise UsageError(f"placement: {e}") from e

@@ -36,6 +36,8 @@ def decide_offer(offer: w.PutOffer, state: JobState, cut_off: bool) -> str:
         return f"ledger id {attempt.ledger_id[:8]} is not this job's ({state.ledger_id[:8]})"
     if cut_off:
         return "cut off from the ledger for longer than a lease"
+    if state.committed(attempt) is not None:
+        return ""  # a repair: it needs no fence, its bytes are named by the group record
     if state.generation is None or state.generation.number < attempt.generation:
         return f"generation {attempt.generation} is not known here yet"
     if state.generation.number > attempt.generation:
@@ -166,10 +168,11 @@ class Serving:
     async def _end_with_attempt(
         self, ctx: JobContext, key: tuple[str, str, int], incoming: Incoming
     ) -> None:
-        """A put whose attempt is decided before its seal is given up."""
+        """A put is given up when its attempt is settled, or its owner took too long."""
+        attempt, timeout_s = incoming.offer.attempt, self.home.config.attempt_timeout_s
         await ctx.until(
-            lambda: self.incoming.get(key) is not incoming or ctx.decided(incoming.offer.attempt),
-            None,
+            lambda: self.incoming.get(key) is not incoming or ctx.state.settled(attempt) != "",
+            timeout_s,
         )
         if self.incoming.get(key) is incoming:
             del self.incoming[key]

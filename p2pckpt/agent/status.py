@@ -90,11 +90,11 @@ async def redundancy(ctx: JobContext, commit: r.Commit) -> dict[str, Any]:
         found = sources_of(share, commit.attempt, facts)
         owners = [set(found.slots.get(rank, ())) & set(members) for rank in share.ranks]
         whole = sorted(set.intersection(*owners)) if owners else []
-        holders = tuple(
-            next((n for n in found.shards.get(i, ()) if n in members), None)
+        owner = whole[0] if whole else share.node
+        holders = tuple(  # a shard beside the own copy is no further source
+            next((n for n in found.shards.get(i, ()) if n in members and n != owner), None)
             for i in range(commit.layout.shards)
         )
-        owner = whole[0] if whole else share.node
         shares.append(Share(owner, holders, commit.layout.k, own_copy=bool(whole)))
         gone = [i for i, holder in enumerate(holders) if holder is None]
         if gone or not whole:

@@ -123,9 +123,9 @@ class UcxTransport:
     ) -> UcxTransport:
         """A transport whose mover runs.
 
-        ``descriptor(file, writable)`` opens an arena file afresh, to be closed here. ``host`` is
-        what peers reach us by; UCX listens on all interfaces. ``environment`` is added to the
-        child's. Raises MissingDependency if UCX cannot be loaded, PeerUnreachable if the mover
+        ``descriptor(file, writable=True)`` opens an arena file afresh; it is closed here.
+        ``host`` is what peers reach us by; UCX listens on all interfaces. ``environment`` is added
+        to the child's. Raises MissingDependency if UCX cannot be loaded, PeerUnreachable if it
         does not start.
         """
         self = cls(descriptor, host, port, limits or flow.Limits(), environment or {})
@@ -279,7 +279,7 @@ class UcxTransport:
 
     def _begin(self, message: Callable[[int], flow.Expect | flow.Send]) -> _Op:
         told = message(self._last_op + 1)
-        descriptor = self._descriptor(told.file, isinstance(told, flow.Expect))
+        descriptor = self._descriptor(told.file, True)
         self._last_op += 1
         op = self._ops[told.op] = _Op(told.op, told.nonce)
         self._child.tell(told, descriptor)

@@ -42,7 +42,7 @@ ENVIRONMENT = {
     "UCX_RNDV_FRAG_MEM_TYPE": "host",  # the bindings would say cuda
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_LOG_LEVEL": "fatal",  # what goes wrong on a connection is reported as an error of ours
-    "UCX_LOG_FILE": "/dev/stderr",
+    "UCXX_LOG_LEVEL": "fatal",
 }
 """Settings of the child, measured; a variable that the agent's environment has wins."""
 
@@ -83,7 +83,7 @@ class Child:
                     *(sys.executable, "-P", "-m", "p2pckpt.backends.ucx_mover"),
                     *(str(theirs.fileno()), str(port), msgspec.json.encode(limits).decode()),
                     stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
+                    stdout=2,  # UCX logs there; as its own log file it would cut ours
                     pass_fds=(theirs.fileno(),),
                     env=environment,
                 )

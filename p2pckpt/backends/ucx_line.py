@@ -58,13 +58,12 @@ class Files:
         self._mapped = collections.OrderedDict()
 
     def view(self, region: flow.Expect | flow.Send, descriptor: int) -> memoryview:
-        """A region's bytes, writable if they are expected. Takes the descriptor over.
+        """A region's bytes, writable: RDMA cannot register others. Takes the descriptor over.
 
         Raises UsageError if the file is smaller, OSError.
         """
         stat = os.fstat(descriptor)
-        writable = isinstance(region, flow.Expect)
-        key = (stat.st_dev, stat.st_ino, stat.st_size, writable)
+        key = (stat.st_dev, stat.st_ino, stat.st_size)
         try:
             if not 0 <= region.offset <= region.offset + region.length <= stat.st_size:
                 raise UsageError(
@@ -74,8 +73,7 @@ class Files:
             if not region.length:
                 return memoryview(b"")
             if key not in self._mapped:
-                protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-                mapped = mmap.mmap(descriptor, stat.st_size, prot=protection)
+                mapped = mmap.mmap(descriptor, stat.st_size)
                 self._mapped[key] = (region.file, os.dup(descriptor), mapped)
         finally:
             os.close(descriptor)

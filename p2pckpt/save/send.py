@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.config import Config
-from p2pckpt.errors import CheckpointError, IntegrityError, NoRoom, Refused
+from p2pckpt.errors import CheckpointError, IntegrityError, NoRoom, Refused, UsageError
 from p2pckpt.ports import Doors, Region
-from topology.cluster import Cluster, TopologyError
-from topology.place import Placement, Rules, place
+from topology.cluster import LEVELS, Cluster, Node, TopologyError
+from topology.place import Level, Placement, Rules, place
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,26 @@ class Crew:
     cluster: Cluster
     members: Mapping[str, r.Member]
     rules: Rules
+
+
+def crew_of(
+    members: dict[str, r.Member],
+    own: r.Member,
+    layout: r.Layout,
+    spread: tuple[tuple[str, bool], ...],
+) -> Crew:
+    """The cluster of living members, and the rules of a layout."""
+    everybody = {**members, own.node: own}
+    nodes = tuple(
+        Node(m.node, m.host, tuple(sorted(m.domains.items()))) for m in everybody.values()
+    )
+    labelled = {level for m in everybody.values() for level in m.domains}
+    levels = LEVELS + tuple(sorted(labelled - set(LEVELS)))
+    try:
+        rules = Rules(layout.k, layout.m, tuple(Level(name, must) for name, must in spread))
+        return Crew(Cluster(nodes, levels), everybody, rules)
+    except TopologyError as e:
+        raise UsageError(f"placement: {e}") from e
 
 
 async def send_share(

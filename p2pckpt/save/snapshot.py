@@ -193,7 +193,7 @@ class _Walk:
         self._problems: list[str] = []
         self._open: set[int] = set()  # ids of the containers that are being walked
         self._known: dict[Any, int] = {}  # identity of a tensor -> its leaf
-        self._held: list[Any] = []  # keeps what state_dict() made: ids and addresses stay unique
+        self._held: list[Any] = []  # keeps what state_dict() made: ids stay unique
         self._ties: list[int] = []
         root = self._node(state, ())
         if self._problems:
@@ -273,7 +273,6 @@ class _Walk:
         except Exception as error:
             what = f"object of class {type(x).__module__}.{type(x).__qualname__}"
             return self._refuse(path, what, f"its state_dict() raised {error!r}")
-        self._held.append(state)
         if isinstance(x, torch.optim.Optimizer):
             fresh = (p for g in x.param_groups for p in g["params"] if p not in x.state)
             self.forecast_bytes += sum(

@@ -265,11 +265,11 @@ def test_a_cancelled_or_removed_reservation_leaves_nothing(shm):
         with pytest.raises(NoRoom):  # the thread is at it still, so its bytes count
             await arena.reserve("y", 200 * MB)
         await until_free(arena)
+        before = _resident_shared()
         removed = asyncio.create_task(arena.reserve("x", 60 * MB))
-        made = shm / "a" / "x.ram.tmp"
         async with asyncio.timeout(10):
-            while not (made.exists() and made.stat().st_blocks * 512 >= 60 * MB):
-                await asyncio.sleep(0)  # allocated, and now its pages are touched
+            while _resident_shared() < before + MB:
+                await asyncio.sleep(0.001)  # until its pages are being touched
         with pytest.raises(UsageError, match="under way"):
             arena.adopt()
         arena.remove("x")

@@ -13,14 +13,13 @@ from itertools import pairwise
 import pytest
 from etcd_rig import FAST, THREE, etcdctl, free_port, leader_of, member, run
 
-from p2pckpt.backends.etcd import Etcd
+from p2pckpt.backends.etcd import Etcd, version_flaw
 from p2pckpt.backends.etcd_server import EtcdOptions, EtcdServers
 from p2pckpt.errors import (
     AmbiguousAnswer,
     ConfigError,
     LedgerForgot,
     LedgerUnavailable,
-    UsageError,
 )
 from p2pckpt.ports import Put, Txn, absent
 from p2pckpt.wire import MAX_RECORD_BYTES
@@ -43,10 +42,7 @@ def three(three_members):
     """Three members, whole again after the test."""
     yield three_members
     for i in range(3):
-        try:
-            three_members.thaw(i)
-        except UsageError:
-            three_members.spawn(i)
+        three_members.thaw(i)
     three_members.wait_healthy(range(3))
 
 
@@ -231,27 +227,39 @@ async def more_writes(spans, count):
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("how", ["kill", "freeze"])
-def test_losing_the_leader_stops_nothing_for_long(three, prefix, how, record_property):
+def test_a_frozen_leader_stops_nothing_for_long(three, prefix):
     async def main():
         async with Etcd(three.endpoints) as other:
-            session = await other.membership.open(member(f"n-{how}"), 10.0)
+            session = await other.membership.open(member("n-freeze"), 10.0)
             async with writing_and_watching(three, prefix) as spans:
                 leader = leader_of(three)
-                getattr(three, how)(leader)
+                three.freeze(leader)
                 await more_writes(spans, 100)
                 assert await other.membership.keep(session)
-                if how == "kill":
-                    three.spawn(leader)
-                else:
-                    three.thaw(leader)
+                three.thaw(leader)
                 await more_writes(spans, 100)
-            record_property("longest_gap_s", longest_gap(spans))
             print(f"longest gap {longest_gap(spans):.2f} s in {len(spans)} writes")
             assert longest_gap(spans) < 6.0
             await other.membership.close(session)
 
     run(main)
+
+
+def test_a_killed_leader_stops_nothing_for_long(tmp_path, prefix):
+    """Servers of its own: etcd 3.5.1 does not survive being killed and started again unharmed."""
+    with EtcdServers.start(tmp_path, 3, THREE) as servers:
+
+        async def main():
+            async with Etcd(servers.endpoints) as other:
+                session = await other.membership.open(member("n-kill"), 10.0)
+                async with writing_and_watching(servers, prefix) as spans:
+                    servers.kill(leader_of(servers))
+                    await more_writes(spans, 200)
+                    assert await other.membership.keep(session)
+                print(f"longest gap {longest_gap(spans):.2f} s in {len(spans)} writes")
+                assert longest_gap(spans) < 6.0
+
+        run(main)
 
 
 @pytest.mark.slow
@@ -294,22 +302,28 @@ def test_without_a_quorum_nothing_is_read_and_nothing_pretends(three, prefix):
 
 
 @pytest.mark.slow
-def test_every_member_is_lost_in_turn_and_no_watch_notices(three, prefix):
-    async def main():
-        async with writing_and_watching(three, prefix, watchers=6) as spans:
-            for _ in range(2):
-                for lost in range(3):
-                    three.kill(lost)
-                    await more_writes(spans, 100)
-                    three.spawn(lost)
-                    await asyncio.to_thread(three.wait_healthy, [lost])
-                    three.freeze(lost)
-                    await more_writes(spans, 100)
-                    three.thaw(lost)
-                    await asyncio.to_thread(three.wait_healthy, [lost])
-        print(f"longest gap {longest_gap(spans):.2f} s in {len(spans)} writes")
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_every_member_is_lost_in_turn_and_no_watch_notices(tmp_path, prefix, how):
+    with EtcdServers.start(tmp_path, 3, THREE) as servers:
 
-    run(main, within_s=180.0)
+        async def main():
+            async with Etcd(servers.endpoints) as etcd:
+                releases = (await etcd.check_version(trial=True)).values()
+            if how == "kill" and any(version_flaw(release) for release in releases):
+                pytest.skip(f"etcd {set(releases)} loses transactions of killed members")
+            async with writing_and_watching(servers, prefix, watchers=6) as spans:
+                for lost in (0, 1, 2, 0, 1, 2):
+                    await asyncio.to_thread(getattr(servers, how), lost)
+                    await more_writes(spans, 100)
+                    servers.spawn(lost)
+                    await asyncio.to_thread(servers.wait_healthy, [lost])
+                    servers.freeze(lost)
+                    await more_writes(spans, 100)
+                    servers.thaw(lost)
+                    await asyncio.to_thread(servers.wait_healthy, [lost])
+            print(f"longest gap {longest_gap(spans):.2f} s in {len(spans)} writes")
+
+        run(main, within_s=180.0)
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load as safetensors_load
 
 from p2pckpt.coding import memory, tree
-from p2pckpt.coding import table as tables
 from p2pckpt.errors import FormatError, StateMismatch
 from p2pckpt.restore.load import load, materialise, read_header
 from p2pckpt.save.snapshot import plan, write
@@ -162,9 +161,6 @@ def test_any_other_target_fits_or_is_left_alone(one, two):
             assert facts(materialise(save(result))) == facts(result)
 
 
-# -- memory relations ---------------------------------------------------------------------------
-
-
 @quick
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 4), st.integers(1, 3)), min_size=1,
                 max_size=4))  # fmt: skip
@@ -202,8 +198,6 @@ def test_self_overlap_is_never_missed(start, dims):
         assert extent.overlaps_itself()
     assert extent.span() == ("cpu", min(cells), max(cells) + 1)
 
-
-# -- hostile ------------------------------------------------------------------------------------
 
 SAMPLE = {
     "w": torch.nn.Parameter(torch.ones(3)), "v": torch.zeros(2, dtype=torch.complex64),
@@ -314,7 +308,6 @@ def test_metadata_with_junk_is_refused_or_harmless(name, value):
         json.dumps(HEADER).replace("[3]", "[3.0]").encode(),
         json.dumps(HEADER).replace("[3]", "[3,true]").encode(),
     ],
-    ids=range(10),
 )  # fmt: skip
 def test_bad_headers(header):
     with pytest.raises(FormatError):
@@ -372,11 +365,25 @@ def test_other_messagepack_gives_an_error_or_a_state(value):
         b"\xc0\xc0", b"\x92\x0f" * 250 + b"\xc0", b"\x92\x0f" * 5000 + b"\xc0",
         b"\x93\x02\xa4list\x90",
     ],
-    ids=range(9),
 )  # fmt: skip
 def test_bad_trees(body):
     with pytest.raises(FormatError):
         materialise(with_tree(wrapped(body)))
+
+
+def test_tensors_that_overlap_or_leave_a_hole_are_refused():
+    header = json.loads(json.dumps(HEADER))
+    header["w"] |= {"shape": [4], "data_offsets": header["v"]["data_offsets"]}
+    with pytest.raises(FormatError, match="overlap, leave holes"):
+        materialise(with_header(header))
+
+
+def test_a_name_that_occurs_twice_is_refused():
+    entry = f'"w": {json.dumps(HEADER["w"])}'
+    text = json.dumps(HEADER)
+    assert entry in text
+    with pytest.raises(FormatError, match="occurs twice"):
+        materialise(with_header(text.replace(entry, f"{entry}, {entry}").encode()))
 
 
 def test_another_version_is_refused_with_both_numbers():
@@ -392,4 +399,3 @@ def test_the_limit_of_depth_is_the_same_on_both_sides():
     for _ in range(tree.MAX_DEPTH - 3):
         state = [state]
     assert facts(materialise(save(state))) == facts(state)
-    assert tables.VERSION == 1

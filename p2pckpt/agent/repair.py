@@ -1,0 +1,318 @@
+"""Redundancy that was lost comes back: missing shards of the newest committed step.
+
+When a store that a share was recorded with is gone for good, one node rebuilds what is missing: a
+node that has the share's own copies, else the living holder of its lowest shard, which first brings
+the copies back from the others. It re-encodes, and puts each missing shard on a node that the
+placement rules allow, by the same offer and receipt as a save. With too few hosts it goes as far as
+they allow, and tries again when the membership changes.
+
+Contract: `decide_repair` is pure. Only a committed step is repaired, against its recorded manifest:
+what is put has the digest that the group record names, so two repairers at once waste work and
+break nothing. What is held is asked of the stores themselves, never recomputed. At once when
+nothing more may be lost or no save is under way, else after a while, as a new save heals it anyway.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.agent.context import JobContext
+from p2pckpt.agent.deciding import ask_all, groups_of
+from p2pckpt.agent.holdings import Held, Want, document_name
+from p2pckpt.errors import CheckpointError, IntegrityError
+from p2pckpt.ports import Region
+from p2pckpt.restore.fetch import Fetching
+from p2pckpt.restore.locate import Facts, Sources, sources_of
+from p2pckpt.restore.pipeline import restore_rank
+from p2pckpt.restore.verify import open_manifest
+from p2pckpt.save.encode import encode_rank
+from p2pckpt.save.send import Crew, EncodedShare, crew_of, send_shard, substitute
+from p2pckpt.wire import pack
+
+LOOK_EVERY_S = 1.0
+PATIENCE_S = 10.0
+"""While saves go on: the next commit places everything anew and mostly makes repair needless."""
+
+
+@dataclass(frozen=True)
+class Repair:
+    """One share to repair: who does it, which shards, and how many more losses it survives now."""
+
+    share: r.SealedShare
+    by: str
+    missing: tuple[int, ...]
+    bring: bool
+    spare: int
+
+
+def decide_repair(
+    share: r.SealedShare, sources: Sources, living: Sequence[str], layout: r.Layout
+) -> Repair | None:
+    """What one share lacks, and who mends it. None: nothing is missing, or nothing can be done.
+
+    A shard on the node that has the own copy counts as missing: one loss would take both.
+    """
+    owners = [n for n in living if all(n in sources.slots.get(k, ()) for k in share.ranks)]
+    owner = owners[0] if owners else ""
+    held = {
+        i: [n for n in sources.shards.get(i, ()) if n in living and n != owner]
+        for i in range(layout.shards)
+    }
+    missing = tuple(i for i, nodes in held.items() if not nodes)
+    present = [i for i, nodes in held.items() if nodes]
+    if not missing and owner:
+        return None
+    if not owner and len(present) < layout.k:
+        return None
+    by = owner or held[present[0]][0]
+    spare = len(present) - layout.k + (1 if owner else 0)
+    return Repair(share, by, missing, not owner, spare)
+
+
+@dataclass
+class Repairing:
+    """The repairs of one job on this node."""
+
+    ctx: JobContext
+    looked: tuple[object, ...] = ()
+    noticed_at: float | None = None
+    absent_since: dict[str, float] = field(default_factory=dict)
+
+    async def loop(self) -> None:
+        """For ever: look, and mend what is this node's to mend."""
+        while True:
+            await self.ctx.until(lambda: False, LOOK_EVERY_S)
+            try:
+                await self.look()
+            except CheckpointError as e:
+                self.ctx.note("repair_later", why=f"{type(e).__name__}: {e}")
+
+    async def look(self) -> None:
+        """One look at the newest committed step; cheap while nothing has changed."""
+        ctx, config = self.ctx, self.ctx.home.config
+        commit = ctx.state.latest()
+        if commit is None or not ctx.home.holdings.of_attempt(commit.attempt):
+            return
+        members = (await ctx.home.living(config.keepalive_s)).members
+        picture = (commit.attempt.key, tuple((n, m.store_id) for n, m in sorted(members.items())))
+        if picture == self.looked:
+            return
+        groups = await groups_of(ctx, commit.attempt)
+        if self._still_within_grace(groups, members):
+            return
+        answers, _ = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
+        facts = Facts(ctx.state, answers, (), {}, False)
+        repairs = [
+            found
+            for group in groups
+            for share in group.shares
+            if (
+                found := decide_repair(
+                    share,
+                    sources_of(share, commit.attempt, facts),
+                    sorted(members),
+                    commit.layout,
+                )
+            )
+        ]
+        if not repairs:
+            self.looked, self.noticed_at = picture, None
+            return
+        if not self._due(repairs):
+            return
+        whole = True
+        for repair in sorted(repairs, key=lambda found: (found.spare, found.share.node)):
+            if repair.by == ctx.home.node:
+                sources = sources_of(repair.share, commit.attempt, facts)
+                whole &= await self.mend(commit, repair, sources, members)
+        if whole:
+            self.looked, self.noticed_at = picture, None
+
+    def _still_within_grace(
+        self, groups: Sequence[r.GroupRecord], members: Mapping[str, r.Member]
+    ) -> bool:
+        """Is some recorded store away, but not yet for as long as a restart may take?"""
+        stores = {m.store_id for m in members.values()}
+        wanted = {s for g in groups for share in g.shares for s in (*share.holders, share.store_id)}
+        away, now = wanted - stores - {""}, self.ctx.home.now()
+        for store in list(self.absent_since):
+            if store not in away:
+                del self.absent_since[store]
+        for store in away:
+            self.absent_since.setdefault(store, now)
+        grace_s = self.ctx.home.config.lost_grace_s
+        return any(now - since < grace_s for since in self.absent_since.values())
+
+    def _due(self, repairs: Sequence[Repair]) -> bool:
+        """At once if the next loss kills or no save is under way, else after PATIENCE_S."""
+        ctx = self.ctx
+        now = ctx.home.now()
+        if self.noticed_at is None:
+            self.noticed_at = now
+        saving = any(
+            h.attempt is not None and not ctx.decided(h.attempt)
+            for h in ctx.home.holdings.of_job(ctx.job)
+        )
+        urgent = min(repair.spare for repair in repairs) <= 0
+        return urgent or not saving or now - self.noticed_at >= PATIENCE_S
+
+    # -- one share --------------------------------------------------------------------------------
+
+    async def mend(
+        self,
+        commit: r.Commit,
+        repair: Repair,
+        sources: Sources,
+        members: Mapping[str, r.Member],
+    ) -> bool:
+        """Bring the own copies if they are gone, then put each missing shard; True if all found
+        a place."""
+        ctx, attempt = self.ctx, commit.attempt
+        stages: list[Held] = []
+        try:
+            manifest = await self._copies(commit, repair, sources, members, stages)
+            share = await self._encoded(manifest, repair, stages)
+            crew = crew_of(dict(members), ctx.home.member, commit.layout, self._spread())
+            missing = list(repair.missing)
+            if repair.bring:  # a shard here now lies beside the own copy
+                missing += [
+                    i for i, nodes in sources.shards.items() if set(nodes) == {ctx.home.node}
+                ]
+            used = {
+                n
+                for i, nodes in sources.shards.items()
+                if i not in missing
+                for n in nodes
+                if n in members
+            }
+            placed = [await self._put(share, index, crew, used) for index in sorted(missing)]
+            ctx.note(
+                "repaired",
+                attempt=attempt.key,
+                share=repair.share.node,
+                shards=[i for i, ok in zip(sorted(missing), placed, strict=True) if ok],
+                unplaced=placed.count(False),
+            )
+            return all(placed)
+        finally:
+            for stage in stages:
+                ctx.home.holdings.release(stage)
+
+    def _spread(self) -> tuple[tuple[str, bool], ...]:
+        return tuple((level, False) for level, _ in self.ctx.home.config.spread_levels)
+
+    async def _put(self, share: EncodedShare, index: int, crew: Crew, used: set[str]) -> bool:
+        """One shard on the best node that has none yet; the next one if it fails."""
+        ctx, failed = self.ctx, set[str]()
+        while (node := substitute(crew, ctx.home.node, used, failed)) is not None:
+            try:
+                session = ctx.home.member.session
+                holder, doors = crew.members[node], ctx.home.doors
+                await send_shard(share, index, holder, session, doors, ctx.home.config)
+                used.add(node)
+                return True
+            except CheckpointError as e:
+                failed.add(node)
+                ctx.note("repair_holder_failed", node=node, shard=index, why=str(e))
+        return False
+
+    async def _copies(
+        self,
+        commit: r.Commit,
+        repair: Repair,
+        sources: Sources,
+        members: Mapping[str, r.Member],
+        stages: list[Held],
+    ) -> r.Manifest:
+        """The share's manifest, with every rank's slot WHOLE on this node."""
+        ctx, holdings, attempt = self.ctx, self.ctx.home.holdings, commit.attempt
+        digest = repair.share.manifest_digest
+        for rank in repair.share.ranks:
+            if holdings.find(attempt, r.FileKind.SLOT, rank) is None:
+                await self._bring(attempt, repair.share, rank, (sources, members, stages))
+        packed = ctx.home.doors.arena.document(document_name(digest))
+        if packed is None:
+            raise IntegrityError(f"manifest {digest[:12]} is not beside its slots")
+        return open_manifest(packed, digest)
+
+    async def _bring(
+        self,
+        attempt: r.Attempt,
+        share: r.SealedShare,
+        rank: int,
+        place: tuple[Sources, Mapping[str, r.Member], list[Held]],
+    ) -> None:
+        """One rank's snapshot from the others into a slot of this node."""
+        ctx, holdings = self.ctx, self.ctx.home.holdings
+        sources, members, stages = place
+        doors, config = ctx.home.doors, ctx.home.config
+        job = Fetching(rank, share, attempt, sources, members, doors, config)
+        taken: list[Held] = []
+
+        async def room(size: int) -> Region:
+            want = Want(r.FileKind.SLOT, attempt, ctx.home.node, rank, max(1, size))
+            taken.append(await holdings.take(want, object()))
+            return holdings.region(taken[0], 0, size)
+
+        async def scratch(size: int) -> Region:
+            want = Want(r.FileKind.STAGE, attempt, ctx.home.node, rank, max(1, size))
+            stages.append(await holdings.take(want))
+            return holdings.region(stages[-1], 0, size)
+
+        try:
+            fetched = await restore_rank(job, room, scratch)
+        except BaseException:
+            for held in taken:
+                holdings.release(held)
+                holdings.writer_done(held)
+            raise
+        name = document_name(share.manifest_digest)
+        doors.arena.put_document(name, pack(fetched.manifest))
+        holdings.seal(taken[0], fetched.target.length, share.manifest_digest)
+
+    async def _encoded(
+        self, manifest: r.Manifest, repair: Repair, stages: list[Held]
+    ) -> EncodedShare:
+        """All shards of the share as regions: data in the slots, parity coded again."""
+        ctx, layout = self.ctx, manifest.layout
+        holdings, doors = ctx.home.holdings, ctx.home.doors
+        shards: list[list[Region]] = [[] for _ in range(layout.shards)]
+        for entry in manifest.ranks:
+            slot = holdings.find(manifest.attempt, r.FileKind.SLOT, entry.rank)
+            if slot is None:
+                raise IntegrityError(f"slot of rank {entry.rank} went away during the repair")
+            size = entry.shard_bytes
+            want = Want(
+                r.FileKind.STAGE,
+                manifest.attempt,
+                ctx.home.node,
+                entry.rank,
+                max(1, layout.m * size),
+            )
+            stages.append(stage := await holdings.take(want))
+            views = [holdings.view(stage, j * size, size) for j in range(layout.m)]
+            image = holdings.view(slot)
+            work = partial(encode_rank, entry.rank, image, views, layout, manifest.chunk_bytes)
+            again = await doors.workers.run(work, entry.length + layout.m * size)
+            if again.tables != entry.tables:
+                raise IntegrityError(f"slot of rank {entry.rank} differs from its manifest")
+            for i in range(layout.k):
+                start = min(i * size, entry.length)
+                length = entry.stored_bytes(i, layout.k)
+                shards[i].append(holdings.region(slot, start, length))
+            for j in range(layout.m):
+                shards[layout.k + j].append(holdings.region(stage, j * size, size))
+        packed = pack(manifest)
+        want = Want(r.FileKind.STAGE, manifest.attempt, ctx.home.node, -1, len(packed))
+        stages.append(room := await holdings.take(want))
+        holdings.view(room, 0, len(packed))[:] = packed
+        digest = hashlib.sha256(packed).hexdigest()
+        if digest != repair.share.manifest_digest:
+            raise IntegrityError(f"manifest of {repair.share.node} packs to another digest")
+        region = holdings.region(room, 0, len(packed))
+        return EncodedShare(manifest, digest, tuple(tuple(s) for s in shards), region)
