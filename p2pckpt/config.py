@@ -82,6 +82,17 @@ class Config:
     stop_grace_s: float = _setting(10.0, "SIGTERM ends in-flight saves within this", 0, 600)
     floor_bytes_per_s: int = _setting(50 * _MIB, "slowest link that deadlines allow for", 1)
 
+    # object store (empty s3_url: none). Credentials: boto3's own chain, as the AWS tools have it
+    s3_url: str = _setting("", "where offloaded checkpoints go, as 's3://bucket/prefix'")
+    s3_endpoint: str = _setting("", "URL of an S3 compatible store; default: AWS of the region")
+    s3_region: str = _setting("", "region of the bucket; default: as boto3 finds it")
+    s3_addressing: str = _setting("auto", "path, virtual, or auto: path if s3_endpoint is set")
+    s3_timeout_s: float = _setting(
+        60.0, "one request with its retries; longer means the store is away", 1, 3600
+    )
+    offload_every: int = _setting(0, "every Nth committed step goes to the store; 0 = off", 0)
+    offload_keep: int = _setting(2, "offloaded steps of a lineage that stay in the store", 1, 1000)
+
     # sizes
     chunk_bytes: int = _setting(256 * 1024, "unit of CRC32C and of repair", 512, 512 * 1024)
     piece_bytes: int = _setting(8 * _MIB, "one grant of the transport", 64 * 1024, 64 * _MIB)
@@ -100,6 +111,19 @@ class Config:
                 raise ConfigError(f"domains: {part!r}: needs level=name, as rack=r1")
             found[level] = name
         return found
+
+    @property
+    def s3_place(self) -> tuple[str, str] | None:
+        """``s3_url`` as (bucket, prefix without slashes around it). Raises ConfigError."""
+        if not self.s3_url:
+            return None
+        scheme, _, rest = self.s3_url.partition("://")
+        bucket, _, prefix = rest.partition("/")
+        if scheme != "s3" or not bucket:
+            raise ConfigError(f"s3_url: {self.s3_url!r}: needs s3://bucket or s3://bucket/prefix")
+        if self.s3_addressing not in ("auto", "path", "virtual"):
+            raise ConfigError(f"s3_addressing: {self.s3_addressing!r}: needs auto, path or virtual")
+        return bucket, prefix.strip("/")
 
     @property
     def spread_levels(self) -> tuple[tuple[str, bool], ...]:
@@ -153,6 +177,8 @@ def resolve(
             origins[key] = "flag"
     config = Config(**values)
     _ = config.domain_map
+    if config.s3_place is None and config.offload_every:
+        raise ConfigError(f"offload_every: {config.offload_every}, needs s3_url as well")
     if config.keepalive_s * 2 > config.lease_s:
         raise ConfigError(
             f"keepalive_s: {config.keepalive_s}, needs at most half of lease_s ({config.lease_s})"

@@ -125,6 +125,17 @@ class LedgerUnavailable(CheckpointError):
     retryable = True
 
 
+class ObjectStoreUnavailable(CheckpointError):
+    """The object store did not answer in time, throttles, or refuses us; says which. What was
+    asked may have happened. Never a reason to doubt a checkpoint."""
+
+    retryable = True
+
+
+class ObjectAbsent(CheckpointError):
+    """The object store has no object of this name."""
+
+
 class AmbiguousAnswer(CheckpointError):
     """A ledger write may or may not have happened; settle it by reading the key back."""
 

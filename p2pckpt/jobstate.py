@@ -45,9 +45,13 @@ class JobState:
     commits: dict[tuple[str, int], r.Commit] = field(default_factory=dict)
     commit_revisions: dict[str, int] = field(default_factory=dict)
     outcomes: dict[str, r.Outcome] = field(default_factory=dict)
-    retired: set[str] = field(default_factory=set)
+    retired: dict[str, r.Attempt] = field(default_factory=dict)
+    rebuilt: r.Rebuilt | None = None
     decisions: dict[tuple[int, int], r.Decision] = field(default_factory=dict)
     closed: dict[tuple[int, int], r.Closed] = field(default_factory=dict)
+    offloaded: dict[str, r.Offloaded] = field(default_factory=dict)
+    offload_retired: dict[str, r.OffloadRetired] = field(default_factory=dict)
+    offload_dropped: set[str] = field(default_factory=set)
     unreadable: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -77,6 +81,8 @@ class JobState:
         k = self.keys
         if key == k.ledger_id:
             self.ledger_id = value.decode("ascii") if value else ""
+        elif key == k.rebuilt:
+            self.rebuilt = unpack(value, r.Rebuilt) if value is not None else None
         elif key == k.floor:
             self.floor = value.decode("ascii") if value else ""
         elif key == k.generation:
@@ -95,9 +101,9 @@ class JobState:
             if value is not None:
                 self.outcomes[key[len(k.outcomes) :]] = unpack(value, r.Outcome)
         elif key.startswith(k.retirements):
-            self.retired.discard(key[len(k.retirements) :])
+            self.retired.pop(key[len(k.retirements) :], None)
             if value is not None:
-                self.retired.add(unpack(value, r.Retired).attempt.key)
+                self.retired[key[len(k.retirements) :]] = unpack(value, r.Retired).attempt
         elif key.startswith(k.decisions):
             self.decisions.pop(_ballot(key, k.decisions), None)
             if value is not None:
@@ -106,12 +112,30 @@ class JobState:
             self.closed.pop(_ballot(key, k.closings), None)
             if value is not None:
                 self.closed[_ballot(key, k.closings)] = unpack(value, r.Closed)
+        else:
+            self._apply_offload(key, value)
+
+    def _apply_offload(self, key: str, value: bytes | None) -> None:
+        k = self.keys
+        if key.startswith(k.offloads):
+            self.offloaded.pop(key[len(k.offloads) :], None)
+            if value is not None:
+                self.offloaded[key[len(k.offloads) :]] = unpack(value, r.Offloaded)
+        elif key.startswith(k.offload_retirements):
+            self.offload_retired.pop(key[len(k.offload_retirements) :], None)
+            if value is not None:
+                gone = unpack(value, r.OffloadRetired)
+                self.offload_retired[key[len(k.offload_retirements) :]] = gone
+        elif key.startswith(k.offload_drops):
+            self.offload_dropped.discard(key[len(k.offload_drops) :])
+            if value is not None:
+                self.offload_dropped.add(unpack(value, r.OffloadDropped).attempt.key)
 
     # -- questions --------------------------------------------------------------------------------
 
     def committed(self, attempt: r.Attempt) -> r.Commit | None:
         """The attempt's commit record, while it is not retired."""
-        found = (c for c in self.commits.values() if c.attempt.key == attempt.key)
+        found = (c for c in self.commits.values() if c.attempt == attempt)
         return next(found, None)
 
     def lineage(self, generation: int) -> r.Closed | None:
@@ -128,7 +152,7 @@ class JobState:
         """
         for key in sorted(self.closed, reverse=True):
             closed = self.closed[key]
-            if closed.close is r.Close.OK and (closed.base or self.steps(closed.lineage)):
+            if closed.close is r.Close.OK and (closed.base or self.known_steps(closed.lineage)):
                 return closed
         return None
 
@@ -136,15 +160,25 @@ class JobState:
         """Committed steps of a lineage, ascending."""
         return sorted(step for name, step in self.commits if name == lineage)
 
+    def known_commits(self) -> dict[tuple[str, int], r.Commit]:
+        """Committed steps by lineage and step, in RAM or only in the object store."""
+        kept = (o.commit for o in self.offloaded.values())
+        return {**{(c.lineage, c.attempt.step): c for c in kept}, **self.commits}
+
+    def known_steps(self, lineage: str) -> list[int]:
+        """Steps of a lineage that are in RAM or in the object store, ascending."""
+        return sorted(step for name, step in self.known_commits() if name == lineage)
+
     def latest(self) -> r.Commit | None:
         """The highest committed step of the current lineage, else its base."""
         closed = self.current_lineage()
         if closed is None:
             return None
-        if steps := self.steps(closed.lineage):
-            return self.commits[closed.lineage, steps[-1]]
+        known = self.known_commits()
+        if steps := self.known_steps(closed.lineage):
+            return known[closed.lineage, steps[-1]]
         assert closed.base is not None
-        return self.commits.get((closed.base.lineage, closed.base.step))
+        return known.get((closed.base.lineage, closed.base.step))
 
     def quarantined(self) -> set[str]:
         """Attempts whose bytes were read and were wrong beyond repair: never restored again."""
@@ -157,10 +191,10 @@ class JobState:
         This is the proof that its bytes may be freed, if `self` comes from a linearizable read
         after the bytes were written (protocol: nobody frees a byte of an open attempt).
         """
+        if self.retired.get(attempt.key) == attempt:
+            return "retired"
         if attempt.ledger_id != self.ledger_id or self.committed(attempt) is not None:
             return ""
-        if attempt.key in self.retired:
-            return "retired"
         outcome = self.outcomes.get(attempt.key)
         if outcome is not None:
             return f"aborted: {outcome.reason}" if outcome.verdict is r.Verdict.ABORT else ""

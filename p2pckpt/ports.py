@@ -38,7 +38,8 @@ class Entry:
 class Compare:
     """A condition of a transaction. Make one with the functions below.
 
-    ``end`` "" compares one key; else every key of the range [key, end) (none: true).
+    ``end`` "" compares one key; else every key of the range [key, end); with no key in it, as one
+    that is absent.
     ``target`` is "value", "create" or "mod"; ``op`` is "=", "<" or ">"; an absent key has create
     and mod revision 0, and never fulfils a comparison of its value.
     """
@@ -349,6 +350,91 @@ class Transport(Protocol):
         ...
 
 
+# -- objects --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Upload:
+    """An object to be: ``part(offset, length)`` gives its bytes and may raise; it is called on a
+    worker, perhaps twice for a range, at offsets that are multiples of ``unit_bytes``."""
+
+    name: str
+    length: int
+    unit_bytes: int
+    part: Callable[[int, int], bytes]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object that is there: its name and length."""
+
+    name: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A multipart upload that was begun and neither completed nor aborted."""
+
+    name: str
+    upload_id: str
+    age_s: float
+
+
+class ObjectStore(Protocol):
+    """Immutable objects that outlive the cluster (S3). Names are relative to the store's prefix.
+
+    Every call retries within its own deadline and then raises ObjectStoreUnavailable: what was
+    asked may have happened. Nothing relies on the store for the truth, nor on its checking.
+    """
+
+    async def put(self, upload: Upload) -> None:
+        """Put an object, whole or not at all; the same name again replaces it.
+
+        Raises what `part` raises, IntegrityError if the store got other bytes, UsageError if the
+        object is too long for the store.
+        """
+        ...
+
+    async def put_absent(self, name: str, data: bytes) -> bool:
+        """Put a small object unless there is one: False. Not every store does it atomically, so
+        who must know reads back."""
+        ...
+
+    async def get(self, name: str) -> bytes:
+        """A small object, whole. Raises ObjectAbsent."""
+        ...
+
+    async def get_into(self, name: str, offset: int, into: memoryview) -> None:
+        """Exactly this range of an object into memory; when this returns or raises nobody writes
+        there any more. Raises ObjectAbsent, or IntegrityError if the object is too short."""
+        ...
+
+    async def head(self, name: str) -> Stored | None:
+        """Is it there?"""
+        ...
+
+    async def list(self, prefix: str) -> tuple[Stored, ...]:
+        """All objects whose names begin with `prefix`, in order of their names."""
+        ...
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """Delete objects; absent ones are fine."""
+        ...
+
+    async def pending(self, prefix: str) -> tuple[Pending, ...]:
+        """Multipart uploads below `prefix` that are neither completed nor aborted."""
+        ...
+
+    async def abort(self, pending: Pending) -> None:
+        """Abort one, until it has no parts left."""
+        ...
+
+    async def close(self) -> None:
+        """End the connections."""
+        ...
+
+
 # -- trainers: the ranks on this node -------------------------------------------------------------
 
 
@@ -425,3 +511,5 @@ class Doors:
     ids: Ids
     notes: Callable[[str, dict[str, Any]], None] = field(default=lambda _what, _facts: None)
     """Told of every step the agent takes: telemetry in production, the event log in the world."""
+    objects: ObjectStore | None = None
+    """Where every Nth committed step goes; None: nowhere."""

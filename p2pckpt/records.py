@@ -324,10 +324,77 @@ class Commit(Record, frozen=True):
     world_size: int
     groups: int
     degraded: tuple[str, ...] = ()
+    number: int = 0
+    """Counts the job's commits, so that "every Nth" is the same for all agents."""
 
 
 class Retired(Record, frozen=True):
     """Irrevocable: the attempt's bytes may go, and its name is never used again."""
+
+    attempt: Attempt
+    by: str
+    reason: str
+
+
+# -- object store ---------------------------------------------------------------------------------
+
+CHECKPOINT_FORMAT = "p2pckpt-checkpoint/1"
+
+
+class RankObject(Record, frozen=True):
+    """One rank's snapshot as an object: a safetensors file of `length` bytes."""
+
+    rank: int
+    name: str
+    length: int
+
+
+class ShareObjects(Record, frozen=True):
+    """One share in the object store: its ranks' objects and the packed manifest that proves them.
+
+    Reported once an attempt and owner; the bytes were verified as they were read.
+    """
+
+    attempt: Attempt
+    owner: str
+    manifest: str
+    manifest_digest: str
+    manifest_bytes: int
+    ranks: tuple[RankObject, ...]
+
+
+class Checkpoint(Record, frozen=True):
+    """`checkpoint.json`, written last: all that a restore needs which the bytes do not say."""
+
+    format: str
+    commit: Commit
+    groups: tuple[GroupRecord, ...]
+    shares: tuple[ShareObjects, ...]
+
+
+class Offloaded(Record, frozen=True):
+    """A committed step that lies whole in the object store; outlives its commit record.
+
+    ``manifest`` is the name of its `checkpoint.json`, ``manifest_digest`` that one's SHA-256.
+    """
+
+    commit: Commit
+    manifest: str
+    manifest_digest: str
+    snapshot_bytes: int
+    by: str
+
+
+class OffloadRetired(Record, frozen=True):
+    """Irrevocable: the step's objects may go, by the names in its manifest."""
+
+    offloaded: Offloaded
+    by: str
+    reason: str
+
+
+class OffloadDropped(Record, frozen=True):
+    """A due step will not be offloaded, and no longer waits for it in RAM."""
 
     attempt: Attempt
     by: str
@@ -367,11 +434,11 @@ class Decision(Record, frozen=True):
 
 
 class NodeReport(Record, frozen=True):
-    """How the ranks of one node fared with a decision: ``failed`` maps rank to reason."""
+    """How the ranks of one node fared with a decision: ``failed`` pairs rank and reason."""
 
     node: str
     ranks: tuple[int, ...]
-    failed: dict[int, str] = {}
+    failed: tuple[tuple[int, str], ...] = ()
     retryable: bool = True
 
 
@@ -406,6 +473,37 @@ class Closed(Record, frozen=True):
     commit: Commit | None = None
 
 
+# -- a ledger that forgot -----------------------------------------------------------------------
+
+
+class LedgerSeen(Record, frozen=True):
+    """The ledger of a job as an agent knows it; lies beside its bytes.
+
+    Another ledger id, or a lower revision, is a ledger that forgot: the agent freezes.
+    """
+
+    job: str
+    ledger_id: str
+    revision: int
+    generation: int
+
+
+class CommitCopy(Record, frozen=True):
+    """A commit of which an agent holds bytes, with all that restoring it needs from the ledger."""
+
+    commit: Commit
+    groups: tuple[GroupRecord, ...]
+    closed: Closed | None = None
+
+
+class Rebuilt(Record, frozen=True):
+    """The records of a job were rebuilt from agents' copies: the ledger ids that this replaces."""
+
+    replaces: tuple[str, ...]
+    by: str
+    commits: int
+
+
 # -- ledger keys ----------------------------------------------------------------------------------
 
 ROOT = "p2pckpt/"
@@ -420,6 +518,7 @@ class JobKeys:
         self.root = f"{ROOT}jobs/{job}/"
         self.state = self.root + "state/"
         self.ledger_id = self.state + "ledger"
+        self.rebuilt = self.state + "rebuilt"
         self.floor = self.state + "floor"
         self.generation = self.state + "generation"
         self.outcomes = self.state + "outcome/"
@@ -427,7 +526,11 @@ class JobKeys:
         self.decisions = self.state + "decision/"
         self.closings = self.state + "closed/"
         self.commits = self.state + "commit/"
+        self.offloads = self.state + "offloaded/"
+        self.offload_retirements = self.state + "offload_retired/"
+        self.offload_drops = self.state + "offload_dropped/"
         self.groups = self.root + "group/"
+        self.shares = self.root + "offload/"
 
     def outcome(self, attempt: Attempt) -> str:
         """Of one attempt."""
@@ -448,6 +551,26 @@ class JobKeys:
     def commit(self, lineage: str, step: int) -> str:
         """Steps are padded, so that they sort as numbers."""
         return f"{self.commits}{lineage}/{step:020d}"
+
+    def offloaded(self, attempt: Attempt) -> str:
+        """Of one attempt."""
+        return self.offloads + attempt.key
+
+    def offload_retired(self, attempt: Attempt) -> str:
+        """Of one attempt."""
+        return self.offload_retirements + attempt.key
+
+    def offload_dropped(self, attempt: Attempt) -> str:
+        """Of one attempt."""
+        return self.offload_drops + attempt.key
+
+    def shares_of(self, attempt: Attempt) -> str:
+        """Prefix of the reports of an attempt's shares that lie in the object store."""
+        return f"{self.shares}{attempt.key}/"
+
+    def share(self, attempt: Attempt, owner: str) -> str:
+        """Of one owner."""
+        return self.shares_of(attempt) + owner
 
     def decision(self, generation: int, ballot: int) -> str:
         """Of one ballot."""

@@ -161,6 +161,19 @@ class Sent(r.Record, frozen=True):
     """The bytes left."""
 
 
+class CopiesQuery(r.Record, frozen=True):
+    """What do you remember of this job's ledger?"""
+
+    job: str
+
+
+class CopiesReply(r.Record, frozen=True):
+    """The ledger as last seen, and copies of the commits of which bytes are held."""
+
+    seen: r.LedgerSeen | None
+    copies: tuple[r.CommitCopy, ...]
+
+
 class HandIn(r.Record, frozen=True):
     """A node's piece for its group's record: a sealed share or a report. See agent/gather."""
 
@@ -327,6 +340,24 @@ class Steps(r.Record, frozen=True):
 
     committed: tuple[int, ...]
     in_flight: tuple[int, ...]
+
+
+class RebuildCall(r.Record, frozen=True):
+    """Rebuild a job's ledger records from agents' copies. Needs no join."""
+
+    job: str
+    dry_run: bool = False
+
+
+class RebuildReply(r.Record, frozen=True):
+    """What was (would be) rebuilt, from whom; `problem` "" if it was done or may be."""
+
+    problem: str
+    asked: tuple[str, ...]
+    answered: tuple[str, ...]
+    ledger_id: str
+    generation: int
+    steps: tuple[int, ...]
 
 
 class StatusQuery(r.Record, frozen=True):

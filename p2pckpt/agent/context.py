@@ -13,6 +13,7 @@ than the deadlines in `Config`.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +21,17 @@ from typing import Any
 from p2pckpt import records as r
 from p2pckpt.agent.holdings import Holdings
 from p2pckpt.config import Config
-from p2pckpt.errors import AmbiguousAnswer, CheckpointError, Compacted, LedgerUnavailable
+from p2pckpt.errors import (
+    AmbiguousAnswer,
+    CheckpointError,
+    Compacted,
+    LedgerForgot,
+    LedgerUnavailable,
+)
 from p2pckpt.jobstate import FLOOR_START, JobState
 from p2pckpt.ports import Doors, Living, Put, Session, Txn, absent
 from p2pckpt.save.commit import abort_txn
-from p2pckpt.wire import unpack
+from p2pckpt.wire import pack, unpack
 
 RETRY_S = 0.5
 """Pause after an unavailable ledger before the next try; each try has its own deadline."""
@@ -95,11 +102,15 @@ class JobContext:
     roster: Roster | None = None
     following: bool = False
     tracked: set[str] = field(default_factory=set)
+    frozen: str = ""
+    seen: r.LedgerSeen | None = None
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.keys = r.JobKeys(self.job)
         self.state = JobState(self.keys)
+        if (packed := self.home.doors.arena.document(seen_name(self.job))) is not None:
+            self.seen = unpack(packed, r.LedgerSeen)
 
     def note(self, what: str, **facts: Any) -> None:
         """Tell telemetry and the event log."""
@@ -117,7 +128,7 @@ class JobContext:
                 async for changes in watch:
                     self.state.apply_all(changes)
                     self.wake()
-            except (Compacted, LedgerUnavailable) as e:
+            except (Compacted, LedgerForgot, LedgerUnavailable) as e:
                 self.note("follow_again", why=str(e))
                 await asyncio.sleep(RETRY_S)
 
@@ -131,8 +142,18 @@ class JobContext:
         return truth
 
     async def truth(self) -> JobState:
-        """A linearizable listing. Raises LedgerUnavailable."""
-        return JobState.listed(self.keys, await self.home.doors.ledger.list(self.keys.state))
+        """A linearizable listing. Raises LedgerUnavailable, or LedgerForgot and freezes."""
+        truth = JobState.listed(self.keys, await self.home.doors.ledger.list(self.keys.state))
+        was, self.frozen = self.frozen, forgot(self.seen, truth)
+        if self.frozen:
+            if not was:
+                self.note("frozen", why=self.frozen)
+            raise LedgerForgot(f"job {self.job}: {self.frozen}; see `p2pckpt ledger rebuild`")
+        if truth.ledger_id:
+            generation = truth.generation.number if truth.generation else 0
+            self.seen = r.LedgerSeen(self.job, truth.ledger_id, truth.revision, generation)
+            self.home.doors.arena.put_document(seen_name(self.job), pack(self.seen))
+        return truth
 
     def wake(self) -> None:
         """Let everybody who waits look again."""
@@ -146,8 +167,9 @@ class JobContext:
             news, left = self._news, None if deadline is None else deadline - self.home.now()
             if left is not None and left <= 0:
                 return False
-            try:
-                await asyncio.wait_for(news.wait(), left)
+            try:  # not wait_for, which can lose a cancellation in Python 3.11
+                async with asyncio.timeout(left):
+                    await news.wait()
             except TimeoutError:
                 return ready()
         return True
@@ -172,8 +194,11 @@ class JobContext:
         """One transaction; False if a compare failed *or* the answer is not known.
 
         Every transaction of this protocol creates something or compares a revision, so the caller
-        settles an ambiguous answer by reading back, as it does when it lost the race.
+        settles an ambiguous answer by reading back, as it does when it lost the race. Raises
+        LedgerForgot while this node is frozen.
         """
+        if self.frozen:
+            raise LedgerForgot(f"job {self.job}: {self.frozen}")
         try:
             return await self.home.doors.ledger.transact(txn) is not None
         except AmbiguousAnswer as e:
@@ -192,7 +217,7 @@ class JobContext:
                 await self.refresh()
                 if not self.decided(attempt):
                     await asyncio.sleep(RETRY_S)
-            except LedgerUnavailable:
+            except (LedgerForgot, LedgerUnavailable):
                 await asyncio.sleep(RETRY_S)
 
     def decided(self, attempt: r.Attempt) -> bool:
@@ -227,6 +252,7 @@ class JobContext:
         for file in held:
             self.home.holdings.release(file)
         self.home.holdings.sweep_documents()
+        self.home.doors.arena.remove(copy_name(attempt))
         self.tracked.discard(attempt.key)
         self.note("freed", attempt=attempt.key, reason=reason, files=len(held))
         self.wake()
@@ -244,3 +270,31 @@ class JobContext:
                 nodes = tuple(n for piece in pieces for n in piece.nodes)
                 self.roster = Roster(generation, nodes)
         return self.roster
+
+
+def forgot(seen: r.LedgerSeen | None, truth: JobState) -> str:
+    """Why a ledger that was read is not the one that this node has seen; "" if it is.
+
+    A ledger rebuilt from agents' copies is accepted: its record names the one it replaces.
+    """
+    if seen is None:
+        return ""
+    if truth.ledger_id != seen.ledger_id:
+        rebuilt = truth.rebuilt
+        if rebuilt is not None and seen.ledger_id in rebuilt.replaces:
+            return ""
+        found = truth.ledger_id[:8] or "none"
+        return f"the ledger forgot: its id was {seen.ledger_id[:8]}, now {found}"
+    if truth.revision < seen.revision:
+        return f"the ledger went back: revision {truth.revision}, seen {seen.revision}"
+    return ""
+
+
+def seen_name(job: str) -> str:
+    """Document beside the bytes: LedgerSeen of a job."""
+    return f"seen-{hashlib.sha256(job.encode()).hexdigest()[:16]}"
+
+
+def copy_name(attempt: r.Attempt) -> str:
+    """Document beside the bytes: CommitCopy of an attempt."""
+    return f"copy-{hashlib.sha256(attempt.job.encode()).hexdigest()[:16]}-{attempt.key}"

@@ -21,6 +21,7 @@ from typing import Any
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.context import Home
+from p2pckpt.agent.copies import rebuild, remembered
 from p2pckpt.agent.holdings import Holdings
 from p2pckpt.agent.job import JobAgent
 from p2pckpt.agent.members import keep_session
@@ -79,6 +80,8 @@ class Agent:
             return await (await self._job(request.job)).join(trainer, request)
         if isinstance(request, w.TrainerRejoin):
             return await (await self._job(request.job)).rejoin(trainer, request)
+        if isinstance(request, w.RebuildCall):
+            return await rebuild((await self._job(request.job)).ctx, request.dry_run)
         if isinstance(request, w.StatusQuery):
             return w.StatusReply(document=json.dumps(await status(self.home, self.jobs)))
         for job in self.jobs.values():
@@ -103,6 +106,8 @@ class Agent:
             job.gathering.take(request)
             job.ctx.wake()
             return w.Accepted()
+        if isinstance(request, w.CopiesQuery):
+            return remembered((await self._job(request.job)).ctx)
         return await answer(self.serving, request)
 
     # -- parts ------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.context import Home, JobContext
+from p2pckpt.agent.copies import keep_copies
 from p2pckpt.agent.gather import Gathering
 from p2pckpt.agent.launch import Launch, Launches
 from p2pckpt.agent.repair import Repairing
@@ -49,6 +50,7 @@ class JobAgent:
         home = self.ctx.home
         home.spawn(f"follow {self.ctx.job}", self.ctx.follow())
         home.spawn(f"retire {self.ctx.job}", retire(self.ctx))
+        home.spawn(f"copies {self.ctx.job}", keep_copies(self.ctx))
         home.spawn(f"repair {self.ctx.job}", Repairing(self.ctx).loop())
         home.spawn(f"adopt {self.ctx.job}", self._adopted())
 

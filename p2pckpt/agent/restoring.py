@@ -312,11 +312,12 @@ class Restoring:
 
     async def _report(self, roster: Roster, ballot: Ballot, ended: Callable[[], bool]) -> None:
         ctx, decision = self.ctx, ballot.decision
+        results = sorted(ballot.results.items())
         report = r.NodeReport(
             node=ctx.home.node,
             ranks=ballot.ranks,
-            failed={rank: d.failed[:200] for rank, d in ballot.results.items() if d.failed},
-            retryable=all(d.retryable for d in ballot.results.values() if d.failed),
+            failed=tuple((rank, d.failed[:200]) for rank, d in results if d.failed),
+            retryable=all(d.retryable for _, d in results if d.failed),
         )
 
         async def write(group: int, pieces: list[w.HandIn]) -> bool:

@@ -4,13 +4,14 @@ UCX is asynchronous and its bindings do not hold the buffers they were given. So
 keeps the requests that are open on it together with their buffers, and each file stays mapped as
 long as a transfer looks at it.
 
-Contract: after `Line.close` returns, UCX refers to no buffer of that connection: nothing is read or
-written any more, whatever the peer still sends. Where that cannot be had the process ends itself,
-which is the other proof. A file is known by its inode, never by its name, which may be used again;
-a removed file is let go by `sweep`, since a mapping would keep its memory.
+Contract: after `Line.close` returns, UCX refers to no region of that connection: nothing is read
+or written there any more, whatever the peer still sends. Where that cannot be had the process ends
+itself, which is the other proof. A file is known by its inode, never by its name, which may be used
+again; a removed file is let go by `sweep`, since a mapping would keep its memory.
 
-Traps, all measured: `endpoint.close()` crashes after a peer's death (`close_blocking` does not);
-dropping an endpoint without closing it lets a resumed peer write into the buffers later on.
+Traps, all measured: `endpoint.close()` crashes after a peer's death, `close_blocking` does not, but
+requests end only in the progress after it; dropping an endpoint without closing it lets a resumed
+peer write into the buffers later on; a stream receive may be forgotten when the peer is gone.
 """
 
 from __future__ import annotations
@@ -44,8 +45,6 @@ CLOSE_S = 1.0
 FILES = 256
 """Files kept mapped; mapping a file anew costs its page faults again."""
 EXIT_STUCK = 70
-
-
 _PARKED: list[tuple[Any, Any]] = []
 """Frames that UCX never gave back (it may forget a stream receive): their buffers must live on."""
 
@@ -152,7 +151,7 @@ class Line:
             self._receives[tag][0].check_error()
             del self._receives[tag]
         if gone:
-            self._sends = [s for s in self._sends if not s[0].completed]
+            self._sends = [s for s in self._sends if s not in gone]
         return sum(is_piece for _, _, is_piece in gone), landed
 
     def _let_in(self, tag: int) -> None:

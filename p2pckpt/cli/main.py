@@ -14,6 +14,8 @@ import click
 
 from p2pckpt.cli.agent import agent
 from p2pckpt.cli.config import config
+from p2pckpt.cli.demo import demo
+from p2pckpt.cli.ledger import ledger
 from p2pckpt.cli.simulate import simulate
 from p2pckpt.cli.status import ls, status
 from p2pckpt.errors import CheckpointError, UsageError
@@ -25,7 +27,7 @@ def cli() -> None:
     """Peer-to-peer replicated in-memory checkpoints for distributed PyTorch training."""
 
 
-for command in (agent, config, ls, simulate, status):
+for command in (agent, config, demo, ls, simulate, status, ledger):
     cli.add_command(command)
 
 

@@ -200,7 +200,7 @@ def decide_close(
         )
 
     reports = [report for group in groups for report in group.reports]
-    failed = {rank: why for report in reports for rank, why in report.failed.items()}
+    failed = {rank: why for report in reports for rank, why in report.failed}
     if any(report.failed and not report.retryable for report in reports):
         return closed(r.Close.BAD, f"ranks {sorted(failed)[:8]}: {next(iter(failed.values()))}")
     if failed:

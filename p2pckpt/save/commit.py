@@ -101,7 +101,7 @@ def commit_txn(
     generation must be the attempt's own (callers check; a newer one makes the compare fail).
     """
     assert state.generation is not None
-    keys = state.keys
+    keys, before = state.keys, state.latest()
     record = r.Commit(
         attempt=attempt,
         lineage=outcome.lineage,
@@ -109,6 +109,7 @@ def commit_txn(
         world_size=state.generation.world_size,
         groups=len(groups),
         degraded=outcome.degraded,
+        number=before.number + 1 if before else 1,
     )
     return Txn(
         compares=(

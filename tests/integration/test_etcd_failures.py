@@ -126,7 +126,7 @@ def test_a_full_etcd_is_said_in_clear_words(tmp_path):
             async with Etcd(servers.endpoints) as etcd:
 
                 async def fill():
-                    for i in range(100):
+                    for i in range(10_000):  # etcd looks at its size ten times a second
                         key = f"k{i:03d}"
                         txn = Txn((absent(key),), (Put(key, b"x" * MAX_RECORD_BYTES),))
                         await etcd.ledger.transact(txn)
@@ -136,7 +136,7 @@ def test_a_full_etcd_is_said_in_clear_words(tmp_path):
                 with pytest.raises(LedgerUnavailable, match="is full"):
                     await etcd.membership.open(member(), 5.0)
                 listing = await etcd.ledger.list("k")
-                assert 0 < len(listing.entries) < 100
+                assert listing.entries
                 etcdctl(servers.endpoints[0], "del", "--prefix", "k")
                 etcdctl(servers.endpoints[0], "compact", str(listing.revision + 1))
                 etcdctl(servers.endpoints[0], "defrag")

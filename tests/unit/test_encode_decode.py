@@ -196,14 +196,14 @@ def test_open_manifest_believes_the_digest_only():
 # -- check_shard -----------------------------------------------------------------------------------
 
 
-def offer_of(manifest, index, **changes):
+def offer_of(manifest, shard, **changes):
     packed = pack(manifest)
     known = {
         "attempt": manifest.attempt,
         "owner": manifest.owner,
         "owner_session": "s",
-        "index": index,
-        "lengths": tuple(e.stored_bytes(index, manifest.layout.k) for e in manifest.ranks),
+        "index": shard,
+        "lengths": tuple(e.stored_bytes(shard, manifest.layout.k) for e in manifest.ranks),
         "manifest_bytes": len(packed),
         "manifest_digest": hashlib.sha256(packed).hexdigest(),
     }

@@ -341,7 +341,7 @@ DECISION = r.Decision(
 
 
 def report(group, failed=None, retryable=True):
-    return r.GroupReport(2, 1, group, (r.NodeReport(f"n{group}", (group,), failed or {}, retryable),))
+    return r.GroupReport(2, 1, group, (r.NodeReport(f"n{group}", (group,), tuple((failed or {}).items()), retryable),))
 
 
 def test_ok_needs_every_group():

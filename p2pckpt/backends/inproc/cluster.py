@@ -32,6 +32,7 @@ from p2pckpt.backends.inproc.guard import (
 )
 from p2pckpt.backends.inproc.ledger import LedgerDoor, MembershipDoor
 from p2pckpt.backends.inproc.net import MIB, FakeNet
+from p2pckpt.backends.inproc.objects import FakeBucket, ObjectsDoor
 from p2pckpt.backends.inproc.peers import PeersDoor
 from p2pckpt.backends.inproc.ram import FakeArena, Store
 from p2pckpt.backends.inproc.trainers import FakeTrainer, TrainersDoor, TrainerSocket
@@ -75,6 +76,7 @@ class FakeCluster:
         self.log = EventLog()
         self.etcd = FakeEtcd(self.rng, self.log.add)
         self.net = FakeNet(self.rng, self.log.add, bytes_per_s=bytes_per_s, piece_bytes=piece_bytes)
+        self.bucket: FakeBucket | None = None
         self.nodes: dict[str, FakeNode] = {}
         self._last_pid = 4000
 
@@ -88,6 +90,11 @@ class FakeCluster:
         node.host = host or name
         node.domains = dict(domains or {})
         return node
+
+    def add_bucket(self) -> FakeBucket:
+        """Give every agent that starts from now on an object store, the same for all."""
+        self.bucket = FakeBucket(self.log.add)
+        return self.bucket
 
     def partition(self, a: str, b: str, *, one_way: bool = False) -> None:
         """Nothing gets from a to b any more nor, unless one way, back."""
@@ -171,6 +178,8 @@ class FakeNode:
             "trainers": GuardedTrainers(TrainersDoor(self._socket), life),
             "workers": Guarded(InlineWorkers(cluster.rng), life),
         }
+        if cluster.bucket is not None:
+            doors["objects"] = Guarded(ObjectsDoor(cluster.bucket, self.name), life)
         return Doors(**doors, ids=self._ids, notes=notes)
 
     def trainer(self) -> FakeTrainer:

@@ -1,0 +1,205 @@
+"""Copies of the ledger's records beside the bytes, and a ledger rebuilt from them.
+
+etcd may be wiped, or set back to an old backup. Then the bytes are still in RAM, but nobody would
+know of them, and an empty ledger could even be taken for permission to begin anew. So each agent
+keeps, beside its bytes, the ledger id and revision it has seen and a copy of every commit of which
+it holds a part; it freezes when the ledger is another or older one (`context.forgot`).
+
+`rebuild` asks all living agents for their copies and writes the records anew: a new ledger id, a
+higher generation, the commits with their groups and lineages, and a record that names the ledgers
+it replaces, by which frozen agents know that they may go on.
+
+Contract: `decide_rebuild` is pure. The new ledger id is written first, so that every transaction of
+the old one fails from then on; nothing is rebuilt over a ledger that changed since it was read. No
+byte is deleted by a rebuild.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.agent.context import RETRY_S, JobContext, copy_name
+from p2pckpt.agent.deciding import groups_of
+from p2pckpt.errors import CheckpointError, FormatError
+from p2pckpt.jobstate import entry_of
+from p2pckpt.ports import Listing, Put, Txn, absent, unchanged, value_is
+from p2pckpt.wire import pack, unpack
+
+OPERATIONS = 100
+"""Of one transaction; etcd allows 128."""
+
+
+async def keep_copies(ctx: JobContext) -> None:
+    """For ever: a copy of each commit of which this node holds bytes."""
+    while True:
+        await ctx.until(lambda: bool(_uncopied(ctx)), None)
+        for commit in _uncopied(ctx):
+            try:
+                groups = await groups_of(ctx, commit.attempt)
+                if len(groups) == commit.groups:
+                    closings = (c for c in ctx.state.closed.values() if _began(c, commit))
+                    closed = min(closings, key=lambda c: (c.generation, c.ballot), default=None)
+                    copy = r.CommitCopy(commit, tuple(groups), closed)
+                    ctx.home.doors.arena.put_document(copy_name(commit.attempt), pack(copy))
+            except CheckpointError as e:
+                ctx.note("copy_later", attempt=commit.attempt.key, why=str(e))
+        await ctx.until(lambda: False, RETRY_S)
+
+
+def _began(closed: r.Closed, commit: r.Commit) -> bool:
+    return closed.close is r.Close.OK and closed.lineage == commit.lineage
+
+
+def _uncopied(ctx: JobContext) -> list[r.Commit]:
+    documents = set(ctx.home.doors.arena.documents())
+    return [
+        commit
+        for commit in ctx.state.commits.values()
+        if copy_name(commit.attempt) not in documents
+        and ctx.home.holdings.of_attempt(commit.attempt)
+    ]
+
+
+def remembered(ctx: JobContext) -> w.CopiesReply:
+    """What this node remembers of a job; damaged copies are left out, with a note."""
+    prefix = copy_name(r.Attempt("", ctx.job, 0, 0, 0)).rsplit("-", 1)[0]
+    copies = []
+    for name in ctx.home.doors.arena.documents():
+        packed = ctx.home.doors.arena.document(name) if name.startswith(prefix) else None
+        if packed is None:
+            continue
+        try:
+            copies.append(unpack(packed, r.CommitCopy))
+        except FormatError as e:
+            ctx.note("copy_damaged", name=name, why=str(e))
+    return w.CopiesReply(ctx.seen, tuple(copies))
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """What a rebuilt ledger will say; ``problem`` "" if it can be."""
+
+    problem: str
+    replaces: tuple[str, ...] = ()
+    generation: int = 0
+    copies: tuple[r.CommitCopy, ...] = ()
+
+
+def decide_rebuild(replies: Mapping[str, w.CopiesReply]) -> Rebuild:
+    """Put the agents' memories together. Copies of one commit must be equal."""
+    seen = [reply.seen for reply in replies.values() if reply.seen is not None]
+    copies: dict[r.Attempt, r.CommitCopy] = {}
+    for node in sorted(replies):
+        for copy in replies[node].copies:
+            known = copies.setdefault(copy.commit.attempt, copy)
+            if (known.commit, known.groups) != (copy.commit, copy.groups):
+                return Rebuild(f"copies of step {copy.commit.attempt.step} differ, on {node}")
+    if not copies:
+        return Rebuild("no living agent has a copy of a commit of this job")
+    ids = {s.ledger_id for s in seen} | {a.ledger_id for a in copies}
+    number = max([s.generation for s in seen] + [a.generation for a in copies]) + 1
+    ordered = sorted(copies.values(), key=lambda c: c.commit.attempt.key)
+    return Rebuild("", tuple(sorted(ids)), number, tuple(ordered))
+
+
+async def rebuild(ctx: JobContext, dry_run: bool) -> w.RebuildReply:
+    """Gather, decide, and unless `dry_run` write. Raises CheckpointError if the ledger changes."""
+    home = ctx.home
+    members = (await home.living()).members
+    replies = {home.node: remembered(ctx)}
+    for name, member in sorted(members.items()):
+        if name == home.node:
+            continue
+        try:
+            timeout_s = home.config.peer_timeout_s
+            ask = w.CopiesQuery(ctx.job)
+            reply = await home.doors.peers.call(member.peers_address, ask, timeout_s)
+            if isinstance(reply, w.CopiesReply):
+                replies[name] = reply
+        except CheckpointError as e:
+            ctx.note("no_copies", node=name, why=str(e))
+    listing = await home.doors.ledger.list(ctx.keys.root)
+    plan, new_id = decide_rebuild(replies), home.doors.ids.new()
+    problem = plan.problem or _needless(ctx, listing)
+    if not problem and not dry_run:
+        await _write(ctx, plan, listing, new_id)
+    return w.RebuildReply(
+        problem=problem,
+        asked=tuple(sorted(members)),
+        answered=tuple(sorted(replies)),
+        ledger_id=new_id,
+        generation=plan.generation,
+        steps=tuple(c.commit.attempt.step for c in plan.copies),
+    )
+
+
+def _needless(ctx: JobContext, listing: Listing) -> str:
+    entry = entry_of(listing, ctx.keys.ledger_id)
+    same = entry is not None and ctx.seen is not None and not ctx.frozen
+    if same and entry is not None and ctx.seen and entry.value.decode() == ctx.seen.ledger_id:
+        return "the ledger is whole as far as this agent has seen it: nothing to rebuild"
+    return ""
+
+
+async def _write(ctx: JobContext, plan: Rebuild, listing: Listing, new_id: str) -> None:
+    """The new id and generation first, then the old keys away, then the commits."""
+    keys, home = ctx.keys, ctx.home
+    entry = entry_of(listing, keys.ledger_id)
+    last = plan.copies[-1].commit
+    generation = r.Generation(
+        number=plan.generation,
+        nonce=new_id,
+        run_token="rebuilt",
+        world_size=last.world_size,
+        roster_digest="rebuilt",
+        pieces=0,
+        layout=last.layout,
+        keep_last=1,
+    )
+    first = Txn(
+        (absent(keys.ledger_id) if entry is None else unchanged(entry),),
+        (
+            Put(keys.ledger_id, new_id.encode()),
+            Put(keys.rebuilt, pack(r.Rebuilt(plan.replaces, home.node, len(plan.copies)))),
+            Put(keys.generation, pack(generation)),
+            Put(keys.floor, f"{plan.generation:010d}.{0:010d}".encode()),
+        ),
+    )
+    if await home.doors.ledger.transact(first) is None:
+        raise CheckpointError(f"job {ctx.job}: its ledger changed during the rebuild; run it again")
+    fence = (value_is(keys.ledger_id, new_id.encode()),)
+    kept = {put.key for put in first.puts}
+    stale = [e.key for e in listing.entries if e.key not in kept]
+    for at in range(0, len(stale), OPERATIONS):
+        await home.doors.ledger.transact(Txn(fence, (), tuple(stale[at : at + OPERATIONS])))
+    for put_all in _records(ctx, plan.copies):
+        if await home.doors.ledger.transact(Txn(fence, tuple(put_all))) is None:
+            raise CheckpointError(f"job {ctx.job}: another rebuild took over; look at `status`")
+    ctx.note("rebuilt", generation=plan.generation, commits=len(plan.copies))
+
+
+def _records(ctx: JobContext, copies: Sequence[r.CommitCopy]) -> list[list[Put]]:
+    """The puts of each commit, and of the lineage it belongs to."""
+    keys, out = ctx.keys, []
+    for copy in copies:
+        commit, closed = copy.commit, copy.closed
+        puts = [Put(keys.group(commit.attempt, g.group), pack(g)) for g in copy.groups]
+        puts.append(Put(keys.commit(commit.lineage, commit.attempt.step), pack(commit)))
+        if closed is None:
+            closed = r.Closed(
+                generation=commit.attempt.generation,
+                ballot=0,
+                close=r.Close.OK,
+                by=ctx.home.node,
+                reason="rebuilt",
+                lineage=commit.lineage,
+            )
+        closed = structs.replace(closed, reason="rebuilt from agents' copies")
+        puts.append(Put(keys.closed(closed.generation, closed.ballot), pack(closed)))
+        out.append(puts)
+    return out

@@ -1,0 +1,347 @@
+"""Which committed steps go to the object store, under which names, and when they go away again.
+
+Every Nth commit is due. Each share's snapshots become one safetensors object a rank, its manifest
+one more; when all shares are reported, one job-level `checkpoint.json` is written, last; then the
+ledger records the step as offloaded. All names contain the ledger id, the attempt and the owner,
+and all contents are fixed by the attempt's records: two writers that both believe to be the one
+write the same bytes, so it does not matter who wins (delta-io/delta-rs#4433 is what happens else).
+
+    <job>/<ledger id>/<attempt>/<owner>/rank-<r>.safetensors
+    <job>/<ledger id>/<attempt>/<owner>/manifest
+    <job>/<ledger id>/<attempt>/checkpoint.json
+
+Contract: pure. A step is offloaded only by the record that `offloaded_txn` puts, fenced by its
+commit being there; objects go only under an OffloadRetired record, by the names in a manifest with
+the recorded digest. Nothing else in a bucket is ever judged, or deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote
+
+import msgspec
+import numpy as np
+
+from p2pckpt import records as r
+from p2pckpt.coding.checksum import verify_chunks
+from p2pckpt.errors import FormatError, IntegrityError
+from p2pckpt.jobstate import JobState
+from p2pckpt.ports import Compare, Pending, Put, Stored, Txn, absent, none_in, prefix_end, present
+from p2pckpt.wire import pack
+
+KEPT_DUE = 4
+"""Due steps that wait at most: each is a whole version in RAM."""
+
+CHECKPOINT = "checkpoint.json"
+STALE_UPLOAD_S = 24 * 3600.0
+"""A multipart upload of ours that is older was abandoned, whatever its step."""
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def job_directory(job: str) -> str:
+    """Prefix of all objects of a job, whatever ledger knew it."""
+    return f"{job}/"
+
+
+def directory(attempt: r.Attempt) -> str:
+    """Prefix of an attempt's objects."""
+    return f"{job_directory(attempt.job)}{attempt.ledger_id}/{attempt.key}/"
+
+
+def checkpoint_name(attempt: r.Attempt) -> str:
+    """The job-level manifest's."""
+    return directory(attempt) + CHECKPOINT
+
+
+def manifest_name(attempt: r.Attempt, owner: str) -> str:
+    """A share's packed manifest's."""
+    return f"{directory(attempt)}{quote(owner, safe='')}/manifest"
+
+
+def rank_name(attempt: r.Attempt, owner: str, rank: int) -> str:
+    """A rank's snapshot's."""
+    return f"{directory(attempt)}{quote(owner, safe='')}/rank-{rank}.safetensors"
+
+
+# -- which are due --------------------------------------------------------------------------------
+
+
+def due(state: JobState, every: int) -> list[r.Commit]:
+    """Commits that are to be offloaded and are not, oldest first."""
+    if every < 1:
+        return []
+    over = {*state.offloaded, *state.offload_retired, *state.offload_dropped}
+    over |= state.quarantined()
+    wanted = [c for c in state.commits.values() if c.number and c.number % every == 0]
+    return sorted((c for c in wanted if c.attempt.key not in over), key=lambda c: c.number)
+
+
+def held_back(state: JobState, every: int, keep_last: int) -> set[str]:
+    """Attempts that stay in RAM only because they are due: beyond what a job retains anyway."""
+    current = state.current_lineage()
+    kept = state.steps(current.lineage)[-keep_last:] if current else []
+    return {
+        c.attempt.key
+        for c in due(state, every)
+        if current is None or c.lineage != current.lineage or c.attempt.step not in kept
+    }
+
+
+@dataclass(frozen=True)
+class Ram:
+    """What a decision to hold needs to know of this node. ``held``: bytes by attempt key."""
+
+    held: Mapping[str, int]
+    budget_bytes: int
+    keep_last: int
+
+
+def decide_drops(
+    state: JobState, every: int, ram: Ram, busy: str | None
+) -> list[tuple[r.Commit, str]]:
+    """Due steps that are to be given up, and why: saves come first.
+
+    Too many wait; a newer step of the lineage is offloaded already; or what they hold here leaves
+    no room for the retained steps, one in flight and its staging. The oldest goes first, but not
+    ``busy``, the attempt whose upload is getting on, as long as there is another.
+    """
+    waiting = due(state, every)
+    newest = {o.commit.lineage: 0 for o in state.offloaded.values()}
+    for offloaded in state.offloaded.values():
+        commit = offloaded.commit
+        newest[commit.lineage] = max(newest[commit.lineage], commit.attempt.step)
+    drops = [
+        (c, f"step {newest[c.lineage]} was offloaded before it")
+        for c in waiting
+        if c.attempt.step < newest.get(c.lineage, 0)
+    ]
+    late = {c.attempt.key for c, _ in drops}
+    waiting = [c for c in waiting if c.attempt.key not in late]
+    while len(waiting) > KEPT_DUE:
+        drops.append((_give_up(waiting, busy), f"more than {KEPT_DUE} wait for the object store"))
+    extra = held_back(state, every, ram.keep_last)
+    version = max(ram.held.values(), default=0)
+    room = ram.budget_bytes - (ram.keep_last + 2) * version
+    waiting = [c for c in waiting if c.attempt.key in extra]
+    while waiting and sum(ram.held.get(c.attempt.key, 0) for c in waiting) > max(0, room):
+        drops.append((_give_up(waiting, busy), "saves need its room in RAM"))
+    return drops
+
+
+def _give_up(waiting: list[r.Commit], busy: str | None) -> r.Commit:
+    spared = len(waiting) > 1 and waiting[0].attempt.key == busy
+    return waiting.pop(1 if spared else 0)
+
+
+# -- one share ------------------------------------------------------------------------------------
+
+
+def checked_part(manifest: r.Manifest, rank: int, image: memoryview) -> Callable[[int, int], bytes]:
+    """Copies ranges of a rank's snapshot, at multiples of a chunk, each proven by the manifest.
+
+    The copy is checked, not the memory: what goes out is right even if the slot changes under it.
+    Raises IntegrityError.
+    """
+    table = np.concatenate(
+        [np.frombuffer(t, "<u4") for t in manifest.of_rank(rank).tables[: manifest.layout.k]]
+    )
+    size = manifest.chunk_bytes
+
+    def part(offset: int, length: int) -> bytes:
+        data = bytes(image[offset : offset + length])
+        first = offset // size
+        entries = table[first : first + -(-length // size)]
+        if bad := verify_chunks(data, size, entries, first_chunk=first):
+            raise IntegrityError(f"rank {rank}: chunks {bad[:5]} of the slot differ from the share")
+        return data
+
+    return part
+
+
+def share_objects(
+    share: r.SealedShare, attempt: r.Attempt, manifest: r.Manifest, manifest_bytes: int
+) -> r.ShareObjects:
+    """How a share lies in the object store."""
+    return r.ShareObjects(
+        attempt=attempt,
+        owner=share.node,
+        manifest=manifest_name(attempt, share.node),
+        manifest_digest=share.manifest_digest,
+        manifest_bytes=manifest_bytes,
+        ranks=tuple(
+            r.RankObject(e.rank, rank_name(attempt, share.node, e.rank), e.length)
+            for e in manifest.ranks
+        ),
+    )
+
+
+# -- the whole checkpoint -------------------------------------------------------------------------
+
+
+def checkpoint_of(
+    commit: r.Commit, groups: Sequence[r.GroupRecord], shares: Sequence[r.ShareObjects]
+) -> r.Checkpoint | None:
+    """The job-level manifest, the same whoever makes it; None while shares are missing."""
+    wanted = {s.node: s.manifest_digest for g in groups for s in g.shares}
+    by_owner = {s.owner: s for s in shares if wanted.get(s.owner) == s.manifest_digest}
+    if len(groups) != commit.groups or set(by_owner) != set(wanted):
+        return None
+    ordered = tuple(by_owner[owner] for owner in sorted(by_owner))
+    return r.Checkpoint(r.CHECKPOINT_FORMAT, commit, tuple(groups), ordered)
+
+
+def encode_checkpoint(checkpoint: r.Checkpoint) -> bytes:
+    """As JSON, with one form for one content."""
+    return msgspec.json.encode(checkpoint, order="deterministic")
+
+
+def read_checkpoint(data: bytes, digest: str) -> r.Checkpoint:
+    """A `checkpoint.json` with this SHA-256. Raises IntegrityError or FormatError."""
+    if (found := hashlib.sha256(data).hexdigest()) != digest:
+        raise IntegrityError(f"{CHECKPOINT}: digest {found[:12]}, needs {digest[:12]}")
+    try:
+        form = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("format", b"")
+        if bytes(form) != msgspec.json.encode(r.CHECKPOINT_FORMAT):
+            raise FormatError(
+                f"{CHECKPOINT}: format {bytes(form)[:40]!r}, needs {r.CHECKPOINT_FORMAT!r}"
+            )
+        return msgspec.json.decode(data, type=r.Checkpoint)
+    except msgspec.MsgspecError as e:
+        raise FormatError(f"{CHECKPOINT}: {e}") from None
+
+
+def objects_of(checkpoint: r.Checkpoint) -> dict[str, int]:
+    """Length by name of every object that the job-level manifest names, without itself."""
+    out: dict[str, int] = {}
+    for share in checkpoint.shares:
+        out[share.manifest] = share.manifest_bytes
+        out |= {rank.name: rank.length for rank in share.ranks}
+    return out
+
+
+def incomplete(checkpoint: r.Checkpoint, listing: Sequence[Stored]) -> dict[str, str]:
+    """What is wrong with the listed objects of a checkpoint, by name; empty if all are there."""
+    there = {stored.name: stored.length for stored in listing}
+    return {
+        name: f"{name}: {there.get(name, 'no')} bytes, needs {length}"
+        for name, length in objects_of(checkpoint).items()
+        if there.get(name) != length
+    }
+
+
+# -- records --------------------------------------------------------------------------------------
+
+
+def share_txn(state: JobState, share: r.ShareObjects) -> Txn:
+    """Report a share, once, while its step is still due."""
+    keys, attempt = state.keys, share.attempt
+    key = keys.share(attempt, share.owner)
+    return Txn((*_open(state, attempt), absent(key)), (Put(key, pack(share)),))
+
+
+def offloaded_txn(state: JobState, commit: r.Commit, data: bytes, by: str) -> Txn:
+    """The step lies whole in the store. Fenced by its commit: a late one finds that gone."""
+    checkpoint = msgspec.json.decode(data, type=r.Checkpoint)
+    record = r.Offloaded(
+        commit=commit,
+        manifest=checkpoint_name(commit.attempt),
+        manifest_digest=hashlib.sha256(data).hexdigest(),
+        snapshot_bytes=sum(e.length for s in checkpoint.shares for e in s.ranks),
+        by=by,
+    )
+    compares = (
+        *_open(state, commit.attempt),
+        present(state.keys.commit(commit.lineage, commit.attempt.step)),
+    )
+    return Txn(compares, (Put(state.keys.offloaded(commit.attempt), pack(record)),))
+
+
+def drop_txn(state: JobState, commit: r.Commit, by: str, reason: str) -> Txn:
+    """The step is given up; nobody waits for it any more."""
+    record = r.OffloadDropped(attempt=commit.attempt, by=by, reason=reason)
+    put = Put(state.keys.offload_dropped(commit.attempt), pack(record))
+    return Txn(_open(state, commit.attempt), (put,))
+
+
+def _open(state: JobState, attempt: r.Attempt) -> tuple[Compare, ...]:
+    """Neither offloaded, nor given up, nor gone from the store."""
+    keys = state.keys
+    return (
+        state.same_ledger(),
+        absent(keys.offloaded(attempt)),
+        absent(keys.offload_retired(attempt)),
+        absent(keys.offload_dropped(attempt)),
+    )
+
+
+@dataclass(frozen=True)
+class Removal:
+    """An offloaded step that may go, because of the newer ones at `because`."""
+
+    offloaded: r.Offloaded
+    because: tuple[str, ...]
+    reason: str
+
+
+def decide_retention(state: JobState, keep: int) -> list[Removal]:
+    """Offloaded steps that `keep` good newer ones of the current lineage make needless."""
+    current = state.current_lineage()
+    if current is None or keep < 1:
+        return []
+    bad = state.quarantined()
+    own = [o for o in state.offloaded.values() if o.commit.lineage == current.lineage]
+    good = [o for o in own if o.commit.attempt.key not in bad]
+    newest = sorted(good, key=lambda o: o.commit.attempt.step)[-keep:]
+    if len(newest) < keep:
+        return []
+    oldest = newest[0].commit.attempt.step
+    because = tuple(state.keys.offloaded(o.commit.attempt) for o in newest)
+    return [
+        Removal(o, because, f"{keep} newer steps are in the store")
+        for _, o in sorted(state.offloaded.items())
+        if o.commit.lineage != current.lineage or o.commit.attempt.step < oldest
+    ]
+
+
+def removal_txn(state: JobState, removal: Removal, by: str) -> Txn:
+    """Irrevocable, and only if nobody reads the step and nothing of the reason changed."""
+    attempt, keys = removal.offloaded.commit.attempt, state.keys
+    record = r.OffloadRetired(offloaded=removal.offloaded, by=by, reason=removal.reason)
+    readers = keys.readers(attempt)
+    return Txn(
+        compares=(
+            state.same_ledger(),
+            state.same_generation(),
+            present(keys.offloaded(attempt)),
+            absent(keys.offload_retired(attempt)),
+            none_in(readers, prefix_end(readers)),
+            *(present(key) for key in removal.because),
+        ),
+        puts=(Put(keys.offload_retired(attempt), pack(record)),),
+        deletes=(keys.offloaded(attempt),),
+    )
+
+
+def names_to_delete(gone: r.OffloadRetired, checkpoint: r.Checkpoint) -> list[str]:
+    """The objects of a retired step, by the names in its manifest; those outside of its own
+    directory are not ours to judge."""
+    ours = directory(gone.offloaded.commit.attempt)
+    return [name for name in objects_of(checkpoint) if name.startswith(ours)]
+
+
+def abandoned(pending: Sequence[Pending], state: JobState, every: int) -> list[Pending]:
+    """Multipart uploads of this ledger's attempts that nobody goes on with: their step is no
+    longer due, or a day has passed."""
+    waiting = {c.attempt.key for c in due(state, every)}
+    out = []
+    for upload in pending:
+        job, ledger_id, attempt, *rest = (*upload.name.split("/"), "", "", "")
+        ours = f"{job}" == state.keys.job and ledger_id == state.ledger_id and bool(rest[0])
+        if ours and (attempt not in waiting or upload.age_s > STALE_UPLOAD_S):
+            out.append(upload)
+    return out
