@@ -206,6 +206,11 @@ class JobState:
             return f"generation {self.generation.number} began"
         return ""
 
+    def doubtful(self) -> list[str]:
+        """Unreadable records without which nobody can say what is the latest step."""
+        decisive = (self.keys.commits, self.keys.closings, self.keys.generation)
+        return sorted(key for key in self.unreadable if key.startswith(decisive))
+
     def commit_unreadable(self) -> bool:
         """Some commit record is unreadable, so that no attempt can be proven uncommitted."""
         return any(key.startswith(self.keys.commits) for key in self.unreadable)

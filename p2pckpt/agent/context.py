@@ -25,6 +25,7 @@ from p2pckpt.errors import (
     AmbiguousAnswer,
     CheckpointError,
     Compacted,
+    FormatError,
     LedgerForgot,
     LedgerUnavailable,
 )
@@ -104,6 +105,7 @@ class JobContext:
     tracked: set[str] = field(default_factory=set)
     frozen: str = ""
     seen: r.LedgerSeen | None = None
+    checkpoints: dict[str, r.Checkpoint] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -230,16 +232,20 @@ class JobContext:
             or (state.ledger_id != "" and state.ledger_id != attempt.ledger_id)
         )
 
-    def track(self, attempt: r.Attempt) -> None:
-        """Follow an attempt of which this node holds bytes to its end, and then free them."""
+    def track(self, attempt: r.Attempt, sent_bytes: int = 0) -> None:
+        """Follow an attempt of which this node holds bytes to its end, and then free them.
+
+        ``sent_bytes``: what one node sends for it; the deadline allows for the slowest link.
+        """
         if attempt.key not in self.tracked:
             self.tracked.add(attempt.key)
-            self.home.spawn(f"track {attempt.key}", self._track(attempt))
+            config = self.home.config
+            timeout_s = config.attempt_timeout_s + sent_bytes / config.floor_bytes_per_s
+            self.home.spawn(f"track {attempt.key}", self._track(attempt, timeout_s))
 
-    async def _track(self, attempt: r.Attempt) -> None:
-        config = self.home.config
-        if not await self.until(lambda: self.decided(attempt), config.attempt_timeout_s):
-            await self.abort(attempt, f"no outcome within {config.attempt_timeout_s:g} s")
+    async def _track(self, attempt: r.Attempt, timeout_s: float) -> None:
+        if not await self.until(lambda: self.decided(attempt), timeout_s):
+            await self.abort(attempt, f"no outcome within {timeout_s:.0f} s")
         while True:
             await self.until(lambda: self.state.settled(attempt) != "", None)
             try:
@@ -288,6 +294,18 @@ def forgot(seen: r.LedgerSeen | None, truth: JobState) -> str:
     if truth.revision < seen.revision:
         return f"the ledger went back: revision {truth.revision}, seen {seen.revision}"
     return ""
+
+
+def copied_groups(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
+    """An attempt's group records as they lie beside this node's bytes; [] if they do not."""
+    packed = ctx.home.doors.arena.document(copy_name(attempt))
+    if packed is None:
+        return []
+    try:
+        copy = unpack(packed, r.CommitCopy)
+    except FormatError:
+        return []
+    return list(copy.groups) if copy.commit.attempt == attempt else []
 
 
 def seen_name(job: str) -> str:

@@ -14,7 +14,7 @@ import asyncio
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.context import RETRY_S, JobContext, Roster
+from p2pckpt.agent.context import RETRY_S, JobContext, Roster, copied_groups
 from p2pckpt.errors import CheckpointError, FormatError, LedgerUnavailable, StaleGenerationError
 from p2pckpt.ports import Put, Txn, absent
 from p2pckpt.restore.locate import Facts, Finding, candidates, decide_restore, lineage_after
@@ -56,7 +56,12 @@ async def decision_of(
 
 async def _find(ctx: JobContext, step: int | None, roster: Roster, patient: bool) -> Finding:
     state = await ctx.refresh()
-    groups = {c.attempt.key: await groups_of(ctx, c.attempt) for c in candidates(state, step)}
+    groups: dict[str, list[r.GroupRecord]] = {}
+    for commit in candidates(state, step):
+        try:
+            groups[commit.attempt.key] = await groups_of(ctx, commit.attempt)
+        except FormatError:
+            groups[commit.attempt.key] = []  # the step cannot be proven; the note says why
     answers, silent = await ask_all(ctx, w.HeldQuery(job=ctx.job))
     facts = Facts(state, answers, silent, groups, patient)
     return decide_restore(facts, step, roster.generation.world_size)
@@ -70,9 +75,16 @@ def check_current(ctx: JobContext, generation: int) -> None:
 
 
 async def groups_of(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
-    """The group records of an attempt. Raises FormatError for a damaged one."""
+    """The group records of an attempt; where the ledger's are damaged, the copies kept beside the
+    bytes. Raises FormatError if there are none."""
     listing = await ctx.home.doors.ledger.list(ctx.keys.groups_of(attempt))
-    return read_groups(listing.entries, attempt)
+    try:
+        return read_groups(listing.entries, attempt)
+    except FormatError as e:
+        ctx.note("group_damaged", attempt=attempt.key, why=str(e))
+        if copies := copied_groups(ctx, attempt):
+            return copies
+        raise
 
 
 async def ask_all(ctx: JobContext, query: w.HeldQuery) -> tuple[dict[str, w.HeldReply], list[str]]:

@@ -18,6 +18,7 @@ from p2pckpt.agent.context import Home, JobContext
 from p2pckpt.agent.copies import keep_copies
 from p2pckpt.agent.gather import Gathering
 from p2pckpt.agent.launch import Launch, Launches
+from p2pckpt.agent.offloading import start as start_offloading
 from p2pckpt.agent.repair import Repairing
 from p2pckpt.agent.restoring import Restoring
 from p2pckpt.agent.retire import retire
@@ -53,6 +54,7 @@ class JobAgent:
         home.spawn(f"copies {self.ctx.job}", keep_copies(self.ctx))
         home.spawn(f"repair {self.ctx.job}", Repairing(self.ctx).loop())
         home.spawn(f"adopt {self.ctx.job}", self._adopted())
+        start_offloading(self.ctx)
 
     async def _adopted(self) -> None:
         """Files from before: an unsealed slot's attempt cannot be finished by this session."""

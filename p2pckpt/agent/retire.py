@@ -110,7 +110,7 @@ def decide_trim(state: JobState) -> Trim | None:
     deletes += [keys.retirements + key for key in sorted(state.retired) if key < floor]
     current = state.current_lineage()
     for (generation, ballot), closed in sorted(state.closed.items()):
-        if generation < number and closed != current and not state.steps(closed.lineage):
+        if generation < number and closed != current and not state.known_steps(closed.lineage):
             deletes.append(keys.closed(generation, ballot))
             deletes += [keys.report(generation, ballot, g) for g in range(pieces)]
     deletes += [keys.decision(g, b) for g, b in sorted(state.decisions) if g < number]

@@ -38,6 +38,7 @@ from p2pckpt.save.commit import (
     group_txn,
     read_groups,
 )
+from p2pckpt.save.offload import held_back
 from p2pckpt.save.pipeline import Origin, OwnSlot, save_share
 from p2pckpt.save.send import Crew, crew_of
 from p2pckpt.wire import pack
@@ -75,7 +76,8 @@ class Saving:
             raise UsageError(f"rank {rank} opened attempt {attempt.key} twice")
         if ctx.decided(attempt):
             return w.Skipped(reason=self._why(attempt))
-        ctx.track(attempt)
+        layout = ctx.roster.generation.layout if ctx.roster else r.Layout(1, 0)
+        ctx.track(attempt, call.capacity * len(own.ranks) * layout.shards // layout.k)
         spare_s = ctx.home.config.skip_wait_s
         if not await ctx.until(lambda: ctx.decided(attempt) or self._may_take(rank), spare_s):
             reason = f"skipped by rank {rank}: its earlier saves are still in flight"
@@ -278,12 +280,16 @@ class Saving:
     def _may_take(self, rank: int) -> bool:
         """Has the rank a slot left? keep_last retained ones and one in flight."""
         assert self.ctx.roster is not None
+        keep_last = self.ctx.roster.generation.keep_last
+        extra = held_back(self.ctx.state, self.ctx.home.config.offload_every, keep_last)
         taken = sum(
             1
             for h in self.ctx.home.holdings.of_job(self.ctx.job)
-            if h.kind is r.FileKind.SLOT and h.part == rank
+            if h.kind is r.FileKind.SLOT
+            and h.part == rank
+            and (h.attempt is None or h.attempt.key not in extra)
         )
-        return taken < self.ctx.roster.generation.keep_last + 1
+        return taken < keep_last + 1
 
     def _capacity(self, wanted_bytes: int) -> int:
         unit = self.ctx.home.config.slot_round_bytes

@@ -21,6 +21,19 @@ from p2pckpt.wire import HeldFile, HeldReply
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """What the object store says of the steps that RAM cannot prove.
+
+    ``steps``: by attempt key, "" if its manifest and objects are there, else what is wrong.
+    ``away``: why it cannot be asked. ``manifests``: job manifests, if the ledger knows no commit.
+    """
+
+    steps: Mapping[str, str] = field(default_factory=dict)
+    away: str = ""
+    manifests: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Facts:
     """All that a decision rests on.
 
@@ -34,6 +47,7 @@ class Facts:
     silent: Sequence[str]
     groups: Mapping[str, Sequence[r.GroupRecord]]
     patient: bool
+    bucket: Bucket | None = None
 
 
 @dataclass(frozen=True)
@@ -59,12 +73,12 @@ def candidates(state: JobState, step: int | None) -> list[r.Commit]:
     With `step`, that step in the current lineage or in the nearest lineage below it.
     """
     out: list[r.Commit] = []
-    closed, seen = state.current_lineage(), set()
+    closed, seen, known = state.current_lineage(), set(), state.known_commits()
     below: int | None = None
     while closed is not None and closed.lineage not in seen:
         seen.add(closed.lineage)
-        steps = [s for s in state.steps(closed.lineage) if below is None or s <= below]
-        out += [state.commits[closed.lineage, s] for s in reversed(steps)]
+        steps = [s for s in state.known_steps(closed.lineage) if below is None or s <= below]
+        out += [known[closed.lineage, s] for s in reversed(steps)]
         base = closed.base
         if base is None:
             break
@@ -118,8 +132,8 @@ def unprovable(commit: r.Commit, facts: Facts) -> list[str]:
 def decide_restore(facts: Facts, step: int | None, world_size: int) -> Finding:
     """What this generation restores. See the file's head."""
     state = facts.state
-    if state.unreadable:
-        return Finding(r.Choice.UNPROVEN, f"unreadable records: {sorted(state.unreadable)[:3]}")
+    if doubt := state.doubtful():
+        return Finding(r.Choice.UNPROVEN, f"unreadable records: {doubt[:3]}")
     tries = candidates(state, step)
     if not tries:
         return _nothing(facts, step)

@@ -24,6 +24,7 @@ from urllib.parse import quote
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from p2pckpt import records as r
 from p2pckpt.coding.checksum import verify_chunks
@@ -186,13 +187,20 @@ def share_objects(
 def checkpoint_of(
     commit: r.Commit, groups: Sequence[r.GroupRecord], shares: Sequence[r.ShareObjects]
 ) -> r.Checkpoint | None:
-    """The job-level manifest, the same whoever makes it; None while shares are missing."""
+    """The job-level manifest, the same whoever makes it; None while shares are missing.
+
+    Who holds shards in RAM is left out: that may change, and is nothing to a reader of objects.
+    """
     wanted = {s.node: s.manifest_digest for g in groups for s in g.shares}
     by_owner = {s.owner: s for s in shares if wanted.get(s.owner) == s.manifest_digest}
     if len(groups) != commit.groups or set(by_owner) != set(wanted):
         return None
     ordered = tuple(by_owner[owner] for owner in sorted(by_owner))
-    return r.Checkpoint(r.CHECKPOINT_FORMAT, commit, tuple(groups), ordered)
+    bare = tuple(
+        replace(g, shares=tuple(replace(s, holders=()) for s in g.shares))
+        for g in sorted(groups, key=lambda g: g.group)
+    )
+    return r.Checkpoint(r.CHECKPOINT_FORMAT, commit, bare, ordered)
 
 
 def encode_checkpoint(checkpoint: r.Checkpoint) -> bytes:

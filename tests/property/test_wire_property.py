@@ -15,16 +15,14 @@ from p2pckpt.coding.checksum import crc32c
 from p2pckpt.errors import FormatError, UsageError
 from p2pckpt.wire import KINDS, pack, unpack, unpack_any
 
-few = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
-)
+few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 OWN = {
     r.Layout: st.builds(r.Layout, k=st.integers(1, 200), m=st.integers(0, 55)),
-    r.Job: st.builds(r.Job, st.integers(0, 2**32), st.from_regex(r"[a-z][a-z_-]{0,9}", fullmatch=True)),
-    r.Attempt: st.builds(
-        r.Attempt, texts, texts, *(st.integers(0, 2**63 - 1) for _ in range(3))
+    r.Job: st.builds(
+        r.Job, st.integers(0, 2**32), st.from_regex(r"[a-z][a-z_-]{0,9}", fullmatch=True)
     ),
+    r.Attempt: st.builds(r.Attempt, texts, texts, *(st.integers(0, 2**63 - 1) for _ in range(3))),
 }
 BY_TYPE = {
     str: texts,
@@ -53,7 +51,7 @@ def of_type(hint):
         return st.tuples(*(of_type(arg) for arg in args))
     if origin is dict:
         return st.dictionaries(of_type(args[0]), of_type(args[1]), max_size=3)
-    if args and origin is None or str(origin) == "typing.Union":
+    if (args and origin is None) or str(origin) == "typing.Union":
         return st.one_of(*(of_type(arg) for arg in args))
     raise TypeError(f"no strategy for {hint}")
 
@@ -63,7 +61,9 @@ def of_record(kind):
     return st.builds(kind, **{name: of_type(hints[name]) for name in kind.__struct_fields__})
 
 
-RECORDS = {name: OWN[kind] if kind in OWN else of_record(kind) for name, kind in sorted(KINDS.items())}
+RECORDS = {
+    name: OWN[kind] if kind in OWN else of_record(kind) for name, kind in sorted(KINDS.items())
+}
 any_record = st.sampled_from(sorted(RECORDS)).flatmap(RECORDS.__getitem__)
 
 

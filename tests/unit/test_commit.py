@@ -1,7 +1,8 @@
 """One outcome per attempt: the committer's judgement, and transactions that slept.
 
-Who: committers that read, sleep and write. What breaks: anything in between. What must hold: COMMIT
-only if nothing of what was judged changed, ABORT only while there is no COMMIT, exactly one of them.
+Who: committers that read, sleep and write. What breaks: anything in between. What must hold:
+COMMIT only if nothing of what was judged changed, ABORT only while there is no COMMIT, and exactly
+one of them.
 """
 
 from itertools import combinations, permutations

@@ -63,7 +63,8 @@ def test_a_wrong_value_names_key_origin_and_what_is_allowed(key, value):
 
 @pytest.mark.parametrize(
     ("line", "reason"),
-    [("workers = 'two'", "workers"), ("workers = 1.5", "needs int"), ("workers = true", "needs int"),
+    [("workers = 'two'", "workers"), ("workers = 1.5", "needs int"),
+     ("workers = true", "needs int"),
      ("trial = 1", "needs bool"), ("node = 7", "needs str"), ("lease_s = true", "needs float"),
      ("workers = [1]", "needs int"), ("lease_s = nan", "needs")],
 )  # fmt: skip

@@ -96,7 +96,7 @@ def test_encode_refuses_other_parity_buffers(wrong):
         encode_rank(0, memoryview(noise(700)), parity, r.Layout(2, 2), CHUNK)
 
 
-@pytest.mark.parametrize("length", range(0, 20))
+@pytest.mark.parametrize("length", range(20))
 def test_a_header_is_told_from_rubbish(length):
     assert header_of(memoryview(bytes(length))) == b""
     assert header_of(memoryview(b"\xff" * length)) == b""
@@ -292,7 +292,8 @@ def spoilt(**changes):
 
 
 @pytest.mark.xfail(
-    strict=True, reason="a Manifest does not know its own validity: IndexError and ValueError escape"
+    strict=True,
+    reason="a Manifest does not know its own validity: IndexError and ValueError escape",
 )
 @pytest.mark.parametrize(
     "changes",

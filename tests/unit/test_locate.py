@@ -33,9 +33,7 @@ def answers(**files):
 
 
 def groups_of(*commits, ranks=range(4)):
-    return {
-        c.attempt.key: [group_record(c.attempt, 0, share("n0", ranks, "abc"))] for c in commits
-    }
+    return {c.attempt.key: [group_record(c.attempt, 0, share("n0", ranks, "abc"))] for c in commits}
 
 
 def facts(book, replies=None, silent=(), patient=False, groups=None):
@@ -122,9 +120,11 @@ def test_every_subset_of_shards_and_slots():
     for size in range(6):
         for chosen in combinations(pieces, size):
             replies = {
-                f"{kind}{i}": HeldReply(f"st{kind}{i}", (held(A, SHARD if kind == "s" else SLOT, i),), 1)
+                f"{kind}{i}": HeldReply(
+                    f"st{kind}{i}", (held(A, SHARD if kind == "s" else SLOT, i),), 1
+                )
                 for kind, i in chosen
-            }  # fmt: skip
+            }
             found = decide_restore(
                 facts(book, replies, groups=groups_of(commit, ranks=range(2))), None, 2
             )
@@ -341,7 +341,12 @@ DECISION = r.Decision(
 
 
 def report(group, failed=None, retryable=True):
-    return r.GroupReport(2, 1, group, (r.NodeReport(f"n{group}", (group,), tuple((failed or {}).items()), retryable),))
+    return r.GroupReport(
+        2,
+        1,
+        group,
+        (r.NodeReport(f"n{group}", (group,), tuple((failed or {}).items()), retryable),),
+    )
 
 
 def test_ok_needs_every_group():

@@ -17,7 +17,9 @@ def test_job_names(name):
     assert r.Job(1000, name).key == f"1000.{name}"
 
 
-@pytest.mark.parametrize("name", ["", "-a", "_a", "a b", "a/b", "a.b", "ä", "a\n", "x" * 101, "../a"])
+@pytest.mark.parametrize(
+    "name", ["", "-a", "_a", "a b", "a/b", "a.b", "ä", "a\n", "x" * 101, "../a"]
+)
 def test_job_names_that_are_none(name):
     with pytest.raises(UsageError, match="job name"):
         r.Job(1000, name)

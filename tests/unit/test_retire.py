@@ -7,7 +7,16 @@ lineage and everything that a reader or a young lineage rests on are still there
 from random import Random
 
 import pytest
-from ledger_world import KEYS, LEDGER, Book, attempt, generation_record, group_record, outcome_of, share
+from ledger_world import (
+    KEYS,
+    LEDGER,
+    Book,
+    attempt,
+    generation_record,
+    group_record,
+    outcome_of,
+    share,
+)
 
 from p2pckpt import records as r
 from p2pckpt.agent.retire import (
@@ -291,7 +300,8 @@ def test_a_trimmer_that_slept_does_not_lower_the_floor():
 
 
 @pytest.mark.xfail(
-    strict=True, reason="a BAD whose ballot meant to open a lineage is trimmed: quarantine forgotten"
+    strict=True,
+    reason="a BAD whose ballot meant to open a lineage is trimmed: quarantine forgotten",
 )
 def test_quarantine_outlives_the_generation_that_found_it():
     # Generation 2: step 30 of L1 is away; ballot 2 takes 20 as base of L2, reads it, finds it

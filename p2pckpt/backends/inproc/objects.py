@@ -72,7 +72,7 @@ class FakeBucket:
     # -- what the door is made of -----------------------------------------------------------------
 
     async def reach(self, count: int = 0) -> None:
-        """Take the time of a request of `count` bytes, or fail. An outage ends what is under way."""
+        """Take the time of a request of `count` bytes, or fail; an outage stops what goes on."""
         self.calls += 1
         loop = asyncio.get_running_loop()
         end = loop.time() + 0.005 + count / self.bytes_per_s

@@ -1,0 +1,102 @@
+"""The object store as a source for a restore: what it says, asked only when RAM does not suffice.
+
+A step whose Offloaded record stands is provable from the store if its `checkpoint.json` has the
+recorded digest and every object that it names is listed with its length. A cut-off object is so
+found before anything is decided; flipped bits are found by the reader's chunk CRCs.
+
+Contract: an outage makes facts say "away", never "not there". Manifests are cached by digest: they
+cannot change. Nothing here writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from p2pckpt import records as r
+from p2pckpt.agent.context import JobContext
+from p2pckpt.errors import FormatError, IntegrityError, ObjectAbsent, ObjectStoreUnavailable
+from p2pckpt.restore.locate import Bucket, Facts, unprovable
+from p2pckpt.save.offload import (
+    CHECKPOINT,
+    directory,
+    incomplete,
+    job_directory,
+    read_checkpoint,
+)
+
+WRONG = (FormatError, IntegrityError, ObjectAbsent)
+"""What a store answers that is there but has not what it should."""
+
+CACHED = 4
+
+
+async def checkpoint(ctx: JobContext, kept: r.Offloaded) -> r.Checkpoint:
+    """The job-level manifest of an offloaded step.
+
+    Raises ObjectStoreUnavailable, or one of WRONG.
+    """
+    objects = ctx.home.doors.objects
+    if objects is None:
+        raise ObjectStoreUnavailable(
+            f"step {kept.commit.attempt.step} is in an object store, but {ctx.home.node} has none "
+            "configured (s3_url)"
+        )
+    found = ctx.checkpoints.get(kept.manifest_digest)
+    if found is None:
+        found = read_checkpoint(await objects.get(kept.manifest), kept.manifest_digest)
+        while len(ctx.checkpoints) >= CACHED:
+            del ctx.checkpoints[next(iter(ctx.checkpoints))]
+        ctx.checkpoints[kept.manifest_digest] = found
+    return found
+
+
+async def offloaded_groups(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
+    """The group records of an attempt that may be gone from RAM; [] if it is not offloaded."""
+    kept = ctx.state.offloaded.get(attempt.key)
+    return [] if kept is None else list((await checkpoint(ctx, kept)).groups)
+
+
+async def offloaded_share(ctx: JobContext, attempt: r.Attempt, owner: str) -> r.ShareObjects | None:
+    """Where one share lies in the store; None if its step is not offloaded."""
+    kept = ctx.state.offloaded.get(attempt.key)
+    if kept is None:
+        return None
+    shares = (await checkpoint(ctx, kept)).shares
+    return next((s for s in shares if s.owner == owner), None)
+
+
+async def ask_bucket(ctx: JobContext, facts: Facts, tries: Sequence[r.Commit]) -> Facts:
+    """The facts, with what the store says of the steps that RAM cannot prove."""
+    objects = ctx.home.doors.objects
+    if objects is None:
+        return facts
+    groups, steps, manifests = dict(facts.groups), {}, ()
+    try:
+        for commit in tries:
+            key = commit.attempt.key
+            if not unprovable(commit, facts):
+                break
+            if (kept := facts.state.offloaded.get(key)) is not None:
+                steps[key], found = await _provable(ctx, kept)
+                groups[key] = groups.get(key) or found
+        if not tries and not facts.state.known_commits():
+            listing = await objects.list(job_directory(ctx.job))
+            names = (s.name for s in listing if s.name.endswith("/" + CHECKPOINT))
+            manifests = tuple(names)
+    except ObjectStoreUnavailable as e:
+        return replace(facts, groups=groups, bucket=Bucket(steps, away=str(e)))
+    return replace(facts, groups=groups, bucket=Bucket(steps, manifests=manifests))
+
+
+async def _provable(ctx: JobContext, kept: r.Offloaded) -> tuple[str, tuple[r.GroupRecord, ...]]:
+    """("" or what is wrong, group records) of an offloaded step."""
+    objects = ctx.home.doors.objects
+    assert objects is not None
+    try:
+        found = await checkpoint(ctx, kept)
+    except WRONG as e:
+        return f"{type(e).__name__}: {e}", ()
+    listing = await objects.list(directory(kept.commit.attempt))
+    wrong = list(incomplete(found, listing).values())
+    return "; ".join(wrong[:3]), found.groups
