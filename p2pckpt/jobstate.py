@@ -46,6 +46,7 @@ class JobState:
     commit_revisions: dict[str, int] = field(default_factory=dict)
     outcomes: dict[str, r.Outcome] = field(default_factory=dict)
     retired: dict[str, r.Attempt] = field(default_factory=dict)
+    cleaned: set[str] = field(default_factory=set)
     rebuilt: r.Rebuilt | None = None
     decisions: dict[tuple[int, int], r.Decision] = field(default_factory=dict)
     closed: dict[tuple[int, int], r.Closed] = field(default_factory=dict)
@@ -104,6 +105,10 @@ class JobState:
             self.retired.pop(key[len(k.retirements) :], None)
             if value is not None:
                 self.retired[key[len(k.retirements) :]] = unpack(value, r.Retired).attempt
+        elif key.startswith(k.cleanings):
+            self.cleaned.discard(key[len(k.cleanings) :])
+            if value is not None:
+                self.cleaned.add(unpack(value, r.Cleaned).ledger_id)
         elif key.startswith(k.decisions):
             self.decisions.pop(_ballot(key, k.decisions), None)
             if value is not None:
@@ -193,6 +198,8 @@ class JobState:
         """
         if self.retired.get(attempt.key) == attempt:
             return "retired"
+        if attempt.ledger_id in self.cleaned:
+            return "its job was cleaned"
         if attempt.ledger_id != self.ledger_id or self.committed(attempt) is not None:
             return ""
         outcome = self.outcomes.get(attempt.key)
@@ -220,6 +227,10 @@ class JobState:
     def same_ledger(self) -> Compare:
         """The job's records are still the ones that this state was read from."""
         return value_is(self.keys.ledger_id, self.ledger_id.encode())
+
+    def not_cleaned(self) -> Compare:
+        """The job of these records is not being cleaned."""
+        return absent(self.keys.cleaned(self.ledger_id))
 
     def same_generation(self) -> Compare:
         """Fence: no newer generation was installed."""

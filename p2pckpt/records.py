@@ -504,6 +504,14 @@ class Rebuilt(Record, frozen=True):
     commits: int
 
 
+class Cleaned(Record, frozen=True):
+    """Irrevocable: the job was cleaned, all bytes of this ledger id's attempts may go. It stays
+    when the job's other records are gone, so that an agent that was away learns it too."""
+
+    ledger_id: str
+    by: str
+
+
 # -- ledger keys ----------------------------------------------------------------------------------
 
 ROOT = "p2pckpt/"
@@ -521,6 +529,7 @@ class JobKeys:
         self.rebuilt = self.state + "rebuilt"
         self.floor = self.state + "floor"
         self.generation = self.state + "generation"
+        self.cleanings = self.state + "cleaned/"
         self.outcomes = self.state + "outcome/"
         self.retirements = self.state + "retired/"
         self.decisions = self.state + "decision/"
@@ -531,6 +540,10 @@ class JobKeys:
         self.offload_drops = self.state + "offload_dropped/"
         self.groups = self.root + "group/"
         self.shares = self.root + "offload/"
+
+    def cleaned(self, ledger_id: str) -> str:
+        """Of one ledger id."""
+        return self.cleanings + ledger_id
 
     def outcome(self, attempt: Attempt) -> str:
         """Of one attempt."""

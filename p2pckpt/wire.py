@@ -174,6 +174,31 @@ class CopiesReply(r.Record, frozen=True):
     copies: tuple[r.CommitCopy, ...]
 
 
+class VerifyQuery(r.Record, frozen=True):
+    """Read the WHOLE file of these `length` bytes again: are they what the manifest says?"""
+
+    attempt: r.Attempt
+    kind: r.FileKind
+    owner: str
+    part: int
+    manifest_digest: str
+    length: int
+
+
+class BadPiece(r.Record, frozen=True):
+    """Chunks of one shard's piece of one rank that differ from the manifest."""
+
+    rank: int
+    shard: int
+    chunks: tuple[int, ...]
+
+
+class VerifyReply(r.Record, frozen=True):
+    """All of the file was read; what was wrong."""
+
+    bad: tuple[BadPiece, ...]
+
+
 class HandIn(r.Record, frozen=True):
     """A node's piece for its group's record: a sealed share or a report. See agent/gather."""
 
@@ -368,6 +393,81 @@ class StatusReply(r.Record, frozen=True):
     """A JSON document; its fields are in README, "status"."""
 
     document: str
+
+
+class JobsQuery(r.Record, frozen=True):
+    """Which jobs are known, to the ledger or by their bytes here? Needs no join."""
+
+
+class JobsReply(r.Record, frozen=True):
+    """A JSON document: job -> facts."""
+
+    document: str
+
+
+class StepQuery(r.Record, frozen=True):
+    """All of a committed step (None: the latest), kept from retirement until the asker's process
+    ends. ``job``: name or uid.name; "" if there is one only. RefusedReply: there is none."""
+
+    job: str
+    step: int | None = None
+
+
+class StepReply(r.Record, frozen=True):
+    """The step's records, and who holds what of it now. ``redundancy``: JSON as in status."""
+
+    job: str
+    commit: r.Commit
+    groups: tuple[r.GroupRecord, ...]
+    held: dict[str, HeldReply]
+    silent: tuple[str, ...]
+    redundancy: str
+
+
+class VerifyCall(r.Record, frozen=True):
+    """Have a node verify one file. Needs no join."""
+
+    node: str
+    query: VerifyQuery
+
+
+class ExportCall(r.Record, frozen=True):
+    """Bring one rank's snapshot here, as a RestoreFile, until ExportDone. Needs no join."""
+
+    attempt: r.Attempt
+    rank: int
+
+
+class ExportDone(r.Record, frozen=True):
+    """The file was read."""
+
+    file: str
+
+
+class CleanCall(r.Record, frozen=True):
+    """Free all bytes of a finished job and remove its records. Needs no join."""
+
+    job: str
+    dry_run: bool
+
+
+class CleanReply(r.Record, frozen=True):
+    """What goes (or went) of a job. ``problem``: why it may not go; "" if it may.
+
+    ``held``: bytes by node at the beginning. ``left``: nodes that still held some at the end.
+    ``away``: nodes of the last generation without a living agent; they clean up on return.
+    ``objects``: names of checkpoints in the object store, which stay.
+    """
+
+    job: str
+    problem: str
+    ledger_ids: tuple[str, ...] = ()
+    steps: tuple[int, ...] = ()
+    records: int = 0
+    held: dict[str, int] = {}
+    left: tuple[str, ...] = ()
+    away: tuple[str, ...] = ()
+    objects: tuple[str, ...] = ()
 
 
 class Failed(r.Record, frozen=True):

@@ -71,7 +71,8 @@ async def ask_bucket(ctx: JobContext, facts: Facts, tries: Sequence[r.Commit]) -
     objects = ctx.home.doors.objects
     if objects is None:
         return facts
-    groups, steps, manifests = dict(facts.groups), {}, ()
+    groups, steps = dict(facts.groups), dict[str, str]()
+    manifests: tuple[str, ...] = ()
     try:
         for commit in tries:
             key = commit.attempt.key

@@ -145,13 +145,15 @@ class JobContext:
 
     async def truth(self) -> JobState:
         """A linearizable listing. Raises LedgerUnavailable, or LedgerForgot and freezes."""
+        seen = self.seen  # as of now: listings that overlap may be answered in another order
         truth = JobState.listed(self.keys, await self.home.doors.ledger.list(self.keys.state))
-        was, self.frozen = self.frozen, forgot(self.seen, truth)
+        was, self.frozen = self.frozen, forgot(seen, truth)
         if self.frozen:
             if not was:
                 self.note("frozen", why=self.frozen)
             raise LedgerForgot(f"job {self.job}: {self.frozen}; see `p2pckpt ledger rebuild`")
-        if truth.ledger_id:
+        newer = self.seen is None or self.seen.ledger_id != truth.ledger_id
+        if truth.ledger_id and (newer or truth.revision > self.seen.revision):
             generation = truth.generation.number if truth.generation else 0
             self.seen = r.LedgerSeen(self.job, truth.ledger_id, truth.revision, generation)
             self.home.doors.arena.put_document(seen_name(self.job), pack(self.seen))
@@ -283,7 +285,7 @@ def forgot(seen: r.LedgerSeen | None, truth: JobState) -> str:
 
     A ledger rebuilt from agents' copies is accepted: its record names the one it replaces.
     """
-    if seen is None:
+    if seen is None or seen.ledger_id in truth.cleaned:
         return ""
     if truth.ledger_id != seen.ledger_id:
         rebuilt = truth.rebuilt

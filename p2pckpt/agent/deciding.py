@@ -14,6 +14,7 @@ import asyncio
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
+from p2pckpt.agent.bucket import ask_bucket
 from p2pckpt.agent.context import RETRY_S, JobContext, Roster, copied_groups
 from p2pckpt.errors import CheckpointError, FormatError, LedgerUnavailable, StaleGenerationError
 from p2pckpt.ports import Put, Txn, absent
@@ -64,6 +65,7 @@ async def _find(ctx: JobContext, step: int | None, roster: Roster, patient: bool
             groups[commit.attempt.key] = []  # the step cannot be proven; the note says why
     answers, silent = await ask_all(ctx, w.HeldQuery(job=ctx.job))
     facts = Facts(state, answers, silent, groups, patient)
+    facts = await ask_bucket(ctx, facts, candidates(state, step))
     return decide_restore(facts, step, roster.generation.world_size)
 
 

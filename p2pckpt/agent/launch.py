@@ -287,7 +287,7 @@ class Launches:
             layout=call.layout,
             keep_last=call.keep_last,
         )
-        compares: list[Compare] = [state.same_ledger()]
+        compares: list[Compare] = [state.same_ledger(), state.not_cleaned()]
         if old is None:
             compares.append(absent(ctx.keys.generation))
         else:

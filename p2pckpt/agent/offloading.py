@@ -32,9 +32,9 @@ from p2pckpt.save.offload import (
     KEPT_DUE,
     Ram,
     abandoned,
+    checked_part,
     checkpoint_name,
     checkpoint_of,
-    checked_part,
     decide_drops,
     decide_retention,
     directory,
@@ -275,7 +275,7 @@ class Offloading:
         for share in shares:
             if wrong.keys() & {share.manifest, *(rank.name for rank in share.ranks)}:
                 await ctx.transact(Txn(deletes=(ctx.keys.share(share.attempt, share.owner),)))
-        ctx.note("objects_missing", what=list(wrong.values())[:3])
+        ctx.note("objects_missing", objects=list(wrong.values())[:3])
 
     # -- clean-up ---------------------------------------------------------------------------------
 

@@ -17,9 +17,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
+from p2pckpt.agent.bucket import offloaded_groups, offloaded_share
 from p2pckpt.agent.context import RETRY_S, JobContext, Roster
 from p2pckpt.agent.deciding import ask_all, decision_of, groups_of
 from p2pckpt.agent.gather import Gathering, hand_in, pause
@@ -32,8 +34,8 @@ from p2pckpt.errors import (
     SourcesAway,
 )
 from p2pckpt.jobstate import JobState
-from p2pckpt.ports import Put, Region, Txn, absent
-from p2pckpt.restore.fetch import Fetching
+from p2pckpt.ports import Put, Region, Txn, absent, present
+from p2pckpt.restore.fetch import OBJECT_STORE, Fetching
 from p2pckpt.restore.locate import Facts, decide_close, sources_of
 from p2pckpt.restore.pipeline import Fetched, Stage, restore_rank
 from p2pckpt.restore.verify import open_manifest, snapshot_table
@@ -50,6 +52,13 @@ class Ballot:
     files: dict[int, Held] = field(default_factory=dict)
     fetched: dict[int, Fetched] = field(default_factory=dict)
     decide_s: float = 0.0
+
+
+def _source(bytes_from: dict[str, int]) -> str:
+    """Where a rank's bytes came from, in a word."""
+    if set(bytes_from) == {OBJECT_STORE}:
+        return "s3"
+    return "mixed" if OBJECT_STORE in bytes_from else "peers"
 
 
 def final(closed: r.Closed) -> bool:
@@ -135,7 +144,10 @@ class Restoring:
         except BaseException:
             self.ctx.home.holdings.writer_done(held)
             raise
-        self.ctx.home.holdings.seal(held, length, digest)
+        if held.kind is r.FileKind.STAGE:
+            self.ctx.home.holdings.writer_done(held)
+        else:
+            self.ctx.home.holdings.seal(held, length, digest)
         return w.Accepted()
 
     # -- bytes ------------------------------------------------------------------------------------
@@ -153,7 +165,7 @@ class Restoring:
         source = "local"
         if held is None or held.manifest_digest != share.manifest_digest or packed is None:
             held, packed = await self._bring(ballot, rank)
-            source = "peers"
+            source = _source(ballot.fetched[rank].bytes_from)
         ballot.files[rank] = held
         manifest = open_manifest(packed, share.manifest_digest)
         fetched = ballot.fetched.get(rank)
@@ -161,7 +173,7 @@ class Restoring:
             ballot=ballot.decision.ballot,
             step=attempt.step,
             file=held.file,
-            length=held.length,
+            length=manifest.of_rank(rank).length,
             chunk_bytes=manifest.chunk_bytes,
             table=snapshot_table(manifest, rank),
             source=source,
@@ -171,15 +183,23 @@ class Restoring:
         )
 
     async def _bring(self, ballot: Ballot, rank: int) -> tuple[Held, bytes]:
-        """Fetch a rank into a new slot; it is the rank's own slot from then on."""
+        """Fetch a rank into a new slot; it is the rank's own slot from then on.
+
+        A step that RAM has retired and only the object store has is not taken up again: its file
+        is a stage that goes when the ballot ends.
+        """
         holdings, node = self.ctx.home.holdings, self.ctx.home.node
         assert ballot.decision.commit is not None
         attempt = ballot.decision.commit.attempt
         taken: list[Held] = []
-        self.ctx.track(attempt)
+
+        lives = self.ctx.state.committed(attempt) is not None
+        kind = r.FileKind.SLOT if lives else r.FileKind.STAGE
+        if lives:
+            self.ctx.track(attempt)
 
         async def room(size: int) -> Region:
-            want = Want(r.FileKind.SLOT, attempt, node, rank, max(1, size))
+            want = Want(kind, attempt, node, rank, max(1, size))
             taken.append(await holdings.take(want, object()))
             return holdings.region(taken[0], 0, size)
 
@@ -193,8 +213,12 @@ class Restoring:
         ballot.fetched[rank] = fetched
         packed = pack(fetched.manifest)
         share = await self._share(attempt, rank)
-        self.ctx.home.doors.arena.put_document(document_name(share.manifest_digest), packed)
-        holdings.seal(taken[0], fetched.target.length, share.manifest_digest)
+        if lives:
+            self.ctx.home.doors.arena.put_document(document_name(share.manifest_digest), packed)
+            holdings.seal(taken[0], fetched.target.length, share.manifest_digest)
+        else:
+            holdings.writer_done(taken[0])
+            taken[0].length = fetched.target.length
         return taken[0], packed
 
     async def _fetch(self, ballot: Ballot, rank: int, room: Stage) -> Fetched:
@@ -208,6 +232,7 @@ class Restoring:
         members = (await ctx.home.living(ctx.home.config.keepalive_s)).members
         sources = sources_of(share, attempt, facts)
         job = Fetching(rank, share, attempt, sources, members, ctx.home.doors, ctx.home.config)
+        job.stored = partial(offloaded_share, ctx, attempt, share.node)
         stages: list[Held] = []
 
         async def scratch(size: int) -> Region:
@@ -230,7 +255,8 @@ class Restoring:
         return fetched
 
     async def _share(self, attempt: r.Attempt, rank: int) -> r.SealedShare:
-        for group in await groups_of(self.ctx, attempt):
+        groups = await groups_of(self.ctx, attempt) or await offloaded_groups(self.ctx, attempt)
+        for group in groups:
             for share in group.shares:
                 if rank in share.ranks:
                     return share
@@ -242,7 +268,11 @@ class Restoring:
         if attempt.key in self.reading:
             return
         key = ctx.keys.readers(attempt) + ctx.home.node
-        compares = (ctx.state.same_ledger(), absent(ctx.keys.retired(attempt)))
+        if ctx.state.committed(attempt) is not None:
+            there = absent(ctx.keys.retired(attempt))
+        else:
+            there = present(ctx.keys.offloaded(attempt))
+        compares = (ctx.state.same_ledger(), there)
         await ctx.transact(Txn(compares, (Put(key, b"1", ctx.home.session),)))
         if await ctx.home.doors.ledger.get(key) is None:
             raise SourcesAway(f"step {attempt.step} was retired before it could be read")
@@ -308,6 +338,9 @@ class Restoring:
                 await ctx.until(ended, RETRY_S)
         if handing is not None:
             await asyncio.wait([handing], timeout=ctx.home.config.peer_timeout_s)
+        for held in ballot.files.values():
+            if held.kind is r.FileKind.STAGE:
+                ctx.home.holdings.release(held)
         await self._unregister(decision)
 
     async def _report(self, roster: Roster, ballot: Ballot, ended: Callable[[], bool]) -> None:

@@ -42,4 +42,8 @@ def demo(json_file: str | None, **options: Any) -> None:
         console.print(f"logs and journals: {summary.run_directory}", highlight=False)
     code = EXIT_DONE if summary.ok else EXIT_FAILED
     text = "everything holds" if summary.ok else f"FAILED: {'; '.join(summary.why)}"
+    if options["self_test"]:
+        console.print("this failure is what --self-test is for: the demo can fail")
+    elif code != EXIT_DONE:
+        console.print("what to do: run it again with --keep and read the logs that it leaves")
     finish("demo", json_file, summary.document(), text, code)

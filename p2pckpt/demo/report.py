@@ -5,7 +5,7 @@ since the start. The summary answers what a reader asks first: what was killed, 
 came back, what it cost, and whether anything differs from training without failures.
 
 Contract: a Summary is ok only if every part of it is known and right; what is not known is None and
-is not taken for right. Times are in seconds, None where a stage did not take place.
+is not taken for right. Times are in seconds, 0 where a stage did not take place.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-STAGES = ("detect", "decide", "fetch", "decode", "verify", "load")
+STAGES = ("detect", "start", "join", "decide", "fetch", "decode", "verify", "load")
 
 
 @dataclass
 class Kill:
     """One blow and the way back. ``bytes_from``: of the killed ranks' bytes, by node.
 
-    ``decide_s`` to ``load_s`` are the longest of any killed rank; ``back_s`` is from the blow to
-    the end of the first step after it.
+    ``source``: "local" if the node that made the snapshot still had it, "peers" if shards were
+    needed, "mixed" if both. ``repaired``: ranks whose bytes the repair had brought to their new
+    node from peers' shards before they restarted. ``start_s``: until all processes were up again
+    (Python, torch, rendezvous); ``join_s``: from there until all had joined, which waits for the
+    lease of a dead agent. ``decide_s`` to ``load_s``: the longest of any killed rank. ``back_s``:
+    from the blow to the end of the first step after it.
     """
 
     what: str
@@ -37,7 +41,10 @@ class Kill:
     bytes_from: dict[str, int] = field(default_factory=dict)
     restored_step: int | None = None
     steps_lost: int | None = None
+    repaired: list[int] = field(default_factory=list)
     detect_s: float | None = None
+    start_s: float | None = None
+    join_s: float | None = None
     decide_s: float | None = None
     fetch_s: float | None = None
     decode_s: float | None = None
@@ -121,7 +128,7 @@ class Summary:
 
 def seconds(value: float | None) -> str:
     """Seconds for people; "-" for what did not take place."""
-    if value is None:
+    if not value:
         return "-"
     return f"{value * 1000:.1f} ms" if value < 0.1 else f"{value:.2f} s"
 
@@ -131,7 +138,8 @@ def origin(kill: Kill) -> str:
     if kill.source is None:
         return "nowhere"
     parts = [f"{node} {size / 2**20:.1f} MiB" for node, size in sorted(kill.bytes_from.items())]
-    return f"{kill.source}: {', '.join(parts)}" if parts else kill.source
+    how = f" (repair had brought ranks {kill.repaired} there)" if kill.repaired else ""
+    return f"{kill.source}: {', '.join(parts)}{how}"
 
 
 def verdict(value: bool | None) -> str:

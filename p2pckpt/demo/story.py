@@ -254,23 +254,16 @@ class Story:
         steps = self.journal.of("step", launch.number)
         if kill.detect_s is None or len(restored) < len(launch.ranks) or not steps:
             return
-        mine = [e for e in restored if e["rank"] in kill.ranks] or restored
-        sources = {e["source"] for e in mine}
-        kill.source = sources.pop() if len(sources) == 1 else "mixed"
-        for e in mine:
-            from_nodes = e["bytes_from"] or {e["node"]: e["snapshot_bytes"]}
-            for node, size in from_nodes.items():
-                kill.bytes_from[node] = kill.bytes_from.get(node, 0) + size
-        kill.restored_step = restored[0]["step"]
+        tell_restored(kill, restored, self.journal)
         kill.steps_lost = newest - restored[0]["step"]
         kill.back_s = steps[0]["time"] - struck_at
-        for name in ("decide", "fetch", "decode", "load"):
-            setattr(kill, f"{name}_s", _longest(mine, name))
-        kill.verify_s = _longest(mine, "verify", "check")
+        up = max(e["time"] for e in self.journal.of("up", launch.number))
+        kill.start_s = up - launch.began_at
+        kill.join_s = max(e["time"] for e in self.journal.of("joined", launch.number)) - up
         self.struck = None
         self.timeline.say(
             f"back at step {kill.restored_step} after {kill.back_s:.1f} s, "
-            f"{kill.steps_lost} steps lost; bytes from {origin(kill)}"
+            f"steps lost: {kill.steps_lost}; bytes from {origin(kill)}"
         )
         self.timeline.say(f"    {kill.stages}")
 
@@ -408,10 +401,27 @@ class Story:
         self.timeline.step(self.journal.newest(launch.number), waits)
 
 
-def _longest(events: list[dict[str, Any]], *names: str) -> float | None:
-    """The longest time of a stage, which may have several names; None if it did not take place."""
-    times = [sum(e["seconds"].get(name, 0.0) for name in names) for e in events]
-    return max(times) if any(set(names) & set(e["seconds"]) for e in events) else None
+def tell_restored(kill: Kill, restored: list[dict[str, Any]], journal: Journal) -> None:
+    """Where the killed ranks' bytes came from, and what took how long."""
+    mine = [e for e in restored if e["rank"] in kill.ranks] or restored
+    made = {(e["rank"], e["step"]): e["node"] for e in journal.of("save")}
+    sources = set()
+    for e in mine:
+        away = e["source"] == "local" and made.get((e["rank"], e["step"])) != e["node"]
+        sources.add("peers" if away else e["source"])
+        if away:
+            kill.repaired.append(e["rank"])
+        for node, size in (e["bytes_from"] or {e["node"]: e["snapshot_bytes"]}).items():
+            kill.bytes_from[node] = kill.bytes_from.get(node, 0) + size
+    kill.source = sources.pop() if len(sources) == 1 else "mixed"
+    kill.restored_step = restored[0]["step"]
+
+    def longest(*names: str) -> float:
+        return max(sum(float(e["seconds"].get(name, 0.0)) for name in names) for e in mine)
+
+    kill.decide_s, kill.fetch_s = longest("decide"), longest("fetch")
+    kill.decode_s, kill.verify_s = longest("decode"), longest("verify", "check")
+    kill.load_s = longest("load")
 
 
 def _tail(launch: Launch) -> str:

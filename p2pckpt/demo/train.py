@@ -6,9 +6,9 @@ shards (and no constructor broadcasts anything), generator and position are the 
 that came back wrong, or with an old generator, shows in the next loss.
 
 Contract: told what to do by options and by RANK, WORLD_SIZE, P2PCKPT_AGENT. Appends JSON lines to
-its journal: `restored`, `step`, `save` (before the save: with the digest), `saved`, `outcome`,
-`failed`, each with launch, rank and time. A line stands when `write` returned, so a SIGKILL loses
-none. Without `--layout` it trains without any store, which gives the losses to compare with.
+its journal: `up`, `joined`, `restored`, `step`, `save` (before the save: with the digest), `saved`,
+`outcome`, `failed`, each with launch, rank and time. A line stands when `write` returned, so a
+SIGKILL loses none. Without `--layout` it trains without any store, for the losses to compare with.
 
 The digest is SHA-256 over every value of the state, found by a walk of its own and not by the code
 under trial.
@@ -92,11 +92,11 @@ class Gpt(nn.Module):
         self.head = nn.Linear(WIDTH, 256)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """(batch, context) of byte values to (batch, context, 256)."""
+        """(batch, context) of byte values to (batch * context, 256)."""
         x = self.bytes_in(text) + self.place(torch.arange(text.shape[1]))
         for block in self.blocks:
             x = block(x)
-        out: torch.Tensor = self.head(x)
+        out: torch.Tensor = self.head(x.flatten(0, 1))
         return out
 
 
@@ -128,7 +128,7 @@ class Training:
         start = self.state["position"] % (len(self.text) - take - 1)
         window = self.text[start : start + take + 1].long()
         logits = self.model(window[:-1].view(BATCH, CONTEXT))
-        loss = f.cross_entropy(logits.flatten(0, 1), window[1:])
+        loss = f.cross_entropy(logits, window[1:])
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -217,7 +217,7 @@ class Saving:
     def after(self, step: int) -> None:
         """Save if it is due, and note the ends of earlier saves."""
         if self._hook.should_save(step):
-            self._journal("save", step=step, sha256=digest(self._job.state))
+            self._journal("save", step=step, node=self._hook.node, sha256=digest(self._job.state))
             begun = time.monotonic()
             handle = self._hook.save(step, self._job.state)
             blocking_s = time.monotonic() - begun
@@ -259,10 +259,12 @@ def main() -> None:
         timeout=timedelta(seconds=WAIT_S),
     )
     job = Training(rank, world, options.seed)
+    journal("up")
     saving, step = None, 0
     if options.layout:
         try:
             saving = Saving(job, options, journal)
+            journal("joined")
             step = saving.restore()
         except CheckpointError as e:
             journal("failed", error=type(e).__name__, reason=str(e))
@@ -280,11 +282,12 @@ def main() -> None:
 
 def _over(step: int, options: argparse.Namespace) -> bool:
     """Rank 0 looks, and all agree: ranks that end at different steps would wait for each other."""
-    if options.last:
-        return step >= options.last
+    last: int = options.last
+    if last:
+        return step >= last
     flag = torch.tensor([int(Path(options.finish).exists())])
     dist.broadcast(flag, 0)
-    return int(flag.item()) == 1
+    return bool(flag.item())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Bytes of one rank from whoever holds them: every range from one source, the next if it is bad.
 
 For each data shard the holder of the shard comes first, then any node with the rank's own slot
-(the same range of it). What no source can give is left as an erasure for decode. A source that
-answers wrongly is not asked again for this rank.
+(the same range of it). What no source can give is left as an erasure for decode, and what decode
+cannot give comes from the object store, if the step is there: that range of the rank's object,
+right into its place. A source that answers wrongly is not asked again for this rank.
 
 Contract: returns which data shards lie verified in place; writes nothing outside the target file;
 counts the bytes by kind of source. Raises nothing for a failing source, it is one more erasure.
@@ -11,17 +12,30 @@ counts the bytes by kind of source. Raises nothing for a failing source, it is o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.config import Config
-from p2pckpt.errors import CheckpointError, FormatError, IntegrityError, Refused
+from p2pckpt.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    ObjectStoreUnavailable,
+    Refused,
+)
 from p2pckpt.ports import Doors, Region
 from p2pckpt.restore.locate import Sources
 from p2pckpt.restore.verify import bad_chunks, open_manifest
+
+OBJECT_STORE = "s3"
+"""The object store's name among the sources of bytes."""
+
+STORED_PART_BYTES = 16 * 1024 * 1024
+STORED_PARTS_AT_ONCE = 4
+"""Ranges asked of the object store at once for a rank: enough to fill a link."""
 
 
 @dataclass
@@ -39,6 +53,10 @@ class Fetching:
     refused: list[str] = field(default_factory=list)
     wrong: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
+    stored: Callable[[], Awaitable[r.ShareObjects | None]] | None = None
+    """Where the share lies in the object store; asked only if RAM does not suffice."""
+    away: bool = False
+    """The object store did not answer, so nothing that failed here is final."""
 
     def now(self) -> float:
         """The loop's clock."""
@@ -56,6 +74,7 @@ class Fetching:
     def failed(self, node: str, error: Exception) -> None:
         """A source did not give what it should; wrong bytes are told from absent ones."""
         self.wrong |= isinstance(error, IntegrityError | FormatError)
+        self.away |= isinstance(error, ObjectStoreUnavailable)
         self.refused.append(f"{node}: {type(error).__name__}: {error}")
         facts = {"node": node, "rank": self.rank, "why": str(error)}
         self.doors.notes("source_failed", facts)
@@ -82,6 +101,13 @@ async def fetch_manifest(job: Fetching) -> r.Manifest:
             return manifest
         except (CheckpointError, KeyError) as e:
             job.failed(node, e)
+    if (share := await stored_share(job)) is not None:
+        try:
+            assert job.doors.objects is not None
+            packed = await job.doors.objects.get(share.manifest)
+            return open_manifest(packed, job.share.manifest_digest)
+        except CheckpointError as e:
+            job.failed(OBJECT_STORE, e)
     raise IntegrityError(
         f"manifest {job.share.manifest_digest[:12]} of {job.share.node}: no right copy; "
         + "; ".join(job.refused[-4:])
@@ -122,6 +148,73 @@ async def fetch_parity(
         if await _fetch_shard(job, manifest, index, into):
             got[index] = into
     return got
+
+
+async def stored_share(job: Fetching) -> r.ShareObjects | None:
+    """Where the share lies in the object store; None if it does not, or cannot be asked."""
+    if job.stored is None or job.doors.objects is None:
+        return None
+    try:
+        return await job.stored()
+    except CheckpointError as e:
+        job.failed(OBJECT_STORE, e)
+        return None
+
+
+async def fetch_stored(
+    job: Fetching, manifest: r.Manifest, target: Region, missing: list[int]
+) -> list[int]:
+    """Data shards from the object store into their places; those that are still missing."""
+    share, entry = await stored_share(job), manifest.of_rank(job.rank)
+    named = {o.rank: o.name for o in share.ranks} if share else {}
+    if job.rank not in named:
+        return missing
+    left = []
+    for index in missing:
+        start = min(index * entry.shard_bytes, entry.length)
+        length = entry.stored_bytes(index, manifest.layout.k)
+        into = Region(target.file, target.offset + start, length)
+        if not await _get_shard(job, manifest, (named[job.rank], start), index, into):
+            left.append(index)
+    return left
+
+
+async def _get_shard(
+    job: Fetching, manifest: r.Manifest, place: tuple[str, int], shard: int, into: Region
+) -> bool:
+    """One range of an object, in parts; chunks that come wrong are asked for once more."""
+    objects, view, (name, offset) = job.doors.objects, job.doors.arena.view(into), place
+    assert objects is not None
+    size = manifest.chunk_bytes
+    step = max(size, STORED_PART_BYTES // size * size)
+    parts = asyncio.Semaphore(STORED_PARTS_AT_ONCE)
+
+    async def part(at: int, length: int) -> None:
+        async with parts:
+            await objects.get_into(name, offset + at, view[at : at + length])
+
+    async def bad() -> list[int]:
+        with job.timed("verify"):
+            return await job.doors.workers.run(
+                lambda: bad_chunks(manifest, job.rank, shard, view), into.length
+            )
+
+    try:
+        ranges = range(0, into.length, step)
+        got = (part(at, min(step, into.length - at)) for at in ranges)
+        for error in await asyncio.gather(*got, return_exceptions=True):
+            if error is not None:
+                raise error
+        if wrong := await bad():
+            for chunk in wrong:
+                await part(chunk * size, min(size, into.length - chunk * size))
+            if wrong := await bad():
+                raise IntegrityError(f"{name}: chunks {wrong[:5]} of shard {shard} are wrong")
+    except CheckpointError as e:
+        job.failed(OBJECT_STORE, e)
+        return False
+    job.bytes_from[OBJECT_STORE] = job.bytes_from.get(OBJECT_STORE, 0) + into.length
+    return True
 
 
 async def _fetch_shard(job: Fetching, manifest: r.Manifest, index: int, into: Region) -> bool:

@@ -114,8 +114,12 @@ def _belongs(file: HeldFile, share: r.SealedShare, attempt: r.Attempt) -> bool:
 def unprovable(commit: r.Commit, facts: Facts) -> list[str]:
     """Why a commit cannot be proven: a sentence a share; empty if every rank can be had."""
     groups = facts.groups.get(commit.attempt.key, ())
+    if len(groups) == commit.groups and _in_bucket(commit, facts) == "":
+        return []
+    stored = f"; object store: {_in_bucket(commit, facts) or 'never offloaded'}"
     if len(groups) != commit.groups:
-        return [f"step {commit.attempt.step}: {len(groups)} of {commit.groups} group records"]
+        lack = f"{len(groups)} of {commit.groups} group records"
+        return [f"step {commit.attempt.step}: {lack}{stored if facts.bucket else ''}"]
     out = []
     for share in (s for group in groups for s in group.shares):
         found = sources_of(share, commit.attempt, facts)
@@ -124,9 +128,16 @@ def unprovable(commit: r.Commit, facts: Facts) -> list[str]:
             out.append(
                 f"step {commit.attempt.step}, ranks {lacking} of {share.node}: own copy gone, "
                 f"{len(found.shards)} of {commit.layout.shards} shards left, "
-                f"needs {commit.layout.k}"
+                f"needs {commit.layout.k}{stored if facts.bucket else ''}"
             )
     return out
+
+
+def _in_bucket(commit: r.Commit, facts: Facts) -> str | None:
+    """ "" if the object store has the step, else what is wrong; None if it is not offloaded."""
+    if facts.bucket is None or commit.attempt.key not in facts.state.offloaded:
+        return None
+    return facts.bucket.steps.get(commit.attempt.key, f"away: {facts.bucket.away}")
 
 
 def decide_restore(facts: Facts, step: int | None, world_size: int) -> Finding:
@@ -161,13 +172,12 @@ def _nothing(facts: Facts, step: int | None) -> Finding:
     state = facts.state
     if facts.silent:
         return Finding(None, f"agents {list(facts.silent)[:5]} have not answered")
-    if step is not None and state.commits:
-        steps = sorted(s for _, s in state.commits)
+    commits = state.known_commits()
+    if step is not None and commits:
+        steps = sorted(s for _, s in commits)
         return Finding(r.Choice.UNPROVEN, f"step {step} is not committed; committed: {steps[-8:]}")
-    if state.commits:
-        return Finding(
-            r.Choice.UNPROVEN, f"no current lineage, but commits {sorted(state.commits)[:4]}"
-        )
+    if commits:
+        return Finding(r.Choice.UNPROVEN, f"no current lineage, but commits {sorted(commits)[:4]}")
     strangers = [
         f"{node} holds step {f.attempt.step} of ledger {f.attempt.ledger_id[:8]}"
         for node in sorted(facts.answers)
@@ -178,6 +188,14 @@ def _nothing(facts: Facts, step: int | None) -> Finding:
         return Finding(
             r.Choice.UNPROVEN,
             f"the ledger knows no commit, but {'; '.join(strangers[:3])}: see `ledger rebuild`",
+        )
+    if facts.bucket is not None and facts.bucket.away:
+        reason = f"the object store cannot be asked whether it has any: {facts.bucket.away}"
+        return Finding(None if facts.patient else r.Choice.UNPROVEN, reason)
+    if facts.bucket is not None and facts.bucket.manifests:
+        names = list(facts.bucket.manifests[-3:])
+        return Finding(
+            r.Choice.UNPROVEN, f"the ledger knows no commit, but the object store has {names}"
         )
     return Finding(r.Choice.NOTHING, "no commit was ever recorded, and nobody holds one")
 

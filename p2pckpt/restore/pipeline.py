@@ -1,6 +1,7 @@
 """The way back of one rank, as a story: fetch, verify, decode, verify.
 
     SealedShare --manifest--> data shards in place --parity, decode--> the snapshot, verified
+                                                   --else the object store--^
 
 The decision was made before (locate) and the ballot is closed after (agent/); here bytes move. The
 target is a file of this node, so that what was fetched is the rank's own slot from then on.
@@ -19,7 +20,13 @@ from p2pckpt import records as r
 from p2pckpt.errors import IntegrityError, RestoreFailed, SourcesAway
 from p2pckpt.ports import Region
 from p2pckpt.restore.decode import decode_rank
-from p2pckpt.restore.fetch import Fetching, fetch_data, fetch_manifest, fetch_parity
+from p2pckpt.restore.fetch import (
+    Fetching,
+    fetch_data,
+    fetch_manifest,
+    fetch_parity,
+    fetch_stored,
+)
 from p2pckpt.restore.verify import bad_chunks
 
 
@@ -48,9 +55,21 @@ async def restore_rank(job: Fetching, room: Stage, scratch: Stage) -> Fetched:
     there = await fetch_data(job, manifest, target)
     missing = [i for i in range(manifest.layout.k) if i not in there]
     if missing:
-        await _rebuild(job, manifest, target, missing, scratch)
+        await _complete(job, manifest, target, missing, scratch)
     seconds = {**job.seconds, "fetch": job.now() - begun - sum(job.seconds.values())}
     return Fetched(manifest, target, dict(job.bytes_from), tuple(missing), seconds)
+
+
+async def _complete(
+    job: Fetching, manifest: r.Manifest, target: Region, missing: list[int], scratch: Stage
+) -> None:
+    """The missing data shards: decoded if RAM has enough, else from the object store."""
+    try:
+        await _rebuild(job, manifest, target, missing, scratch)
+    except RestoreFailed:
+        if left := await fetch_stored(job, manifest, target, missing):
+            raise _failure(job, f"data shards {left} are nowhere to be had") from None
+        missing.clear()
 
 
 async def _rebuild(
@@ -58,6 +77,9 @@ async def _rebuild(
 ) -> None:
     """Decode the missing data shards in place, from as much parity as they need."""
     entry, layout = manifest.of_rank(job.rank), manifest.layout
+    known = sum(1 for index in job.sources.shards if index >= layout.k)
+    if known < len(missing):
+        raise _failure(job, f"has {layout.k - len(missing) + known} of {layout.k} needed shards")
     staging = await scratch(len(missing) * entry.shard_bytes)
     parity = await fetch_parity(job, manifest, len(missing), staging)
     if len(parity) < len(missing):
@@ -85,4 +107,4 @@ async def _rebuild(
 def _failure(job: Fetching, what: str) -> RestoreFailed:
     """The error for a rank that cannot be had: worth a retry unless some source was wrong."""
     message = f"rank {job.rank}: {what}; {'; '.join(job.refused[-6:])}"
-    return RestoreFailed(message) if job.wrong else SourcesAway(message)
+    return RestoreFailed(message) if job.wrong and not job.away else SourcesAway(message)

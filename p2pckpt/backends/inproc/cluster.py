@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -50,6 +51,8 @@ class EventLog:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.listeners: list[Callable[[str, str, dict[str, Any]], None]] = []
+        """Told of each event (who, what, facts) when it is added: checkers."""
         self._encoder = msgspec.json.Encoder(order="deterministic")
         self._sha256 = hashlib.sha256()
 
@@ -58,6 +61,8 @@ class EventLog:
         event = (asyncio.get_running_loop().time(), who, what, dict(facts))
         self._sha256.update(self._encoder.encode(event) + b"\n")
         self.events.append(event)
+        for listener in self.listeners:
+            listener(who, what, facts)
 
     def text(self) -> str:
         """One line of JSON an event."""

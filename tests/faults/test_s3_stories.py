@@ -1,0 +1,491 @@
+"""Stories of the object store, with real agents under virtual time: what breaks, what must hold."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.agent.daemon import Agent
+from p2pckpt.backends.inproc.cluster import FakeCluster
+from p2pckpt.coding.checksum import verify_chunks
+from p2pckpt.config import Config
+from p2pckpt.errors import CheckpointError, RestoreFailed
+from p2pckpt.jobstate import JobState
+from p2pckpt.save.offload import checkpoint_name, directory, rank_name
+from simulations import clock
+from simulations.checkers import content
+
+JOB = r.Job(owner_uid=1000, name="s3").key
+KEYS = r.JobKeys(JOB)
+CONFIG = Config(
+    chunk_bytes=1024,
+    slot_round_bytes=4096,
+    s3_url="s3://bucket/runs",
+    offload_every=2,
+    decide_wait_s=5.0,
+)
+RANKS = 3
+
+
+class Rig:
+    """Nodes n0..n3 with an agent each, a bucket, and the ranks of one launch after the other."""
+
+    def __init__(self, seed=1, config=CONFIG, keep_last=1, budget_bytes=1 << 22):
+        self.config, self.keep_last, self.budget_bytes = config, keep_last, budget_bytes
+        self.cluster = FakeCluster(seed, bytes_per_s=50e6, piece_bytes=64 * 1024)
+        self.bucket = self.cluster.add_bucket()
+        self.agents, self.tasks, self.launches, self.ordinal = {}, {}, 0, 0
+        for i in range(4):
+            self.add_node(f"n{i}")
+
+    def add_node(self, name):
+        self.cluster.node(name, budget_bytes=self.budget_bytes)
+        self.start(name)
+
+    def start(self, name):
+        node = self.cluster.nodes[name]
+        doors = node.doors()
+        member = r.Member(name, node.host, doors.arena.store_id, "", "", "", {})
+        agent = self.agents[name] = Agent(self.config, doors, member)
+        self.tasks[name] = asyncio.create_task(agent.run(), name=f"agent {name}")
+
+    async def lose(self, name, keep_memory=False):
+        """The machine is lost, or only its agent."""
+        self.cluster.nodes[name].crash(keep_memory=keep_memory)
+        task = self.tasks.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def lose_all(self):
+        """All RAM is lost; the machines come back empty."""
+        for name in list(self.tasks):
+            await self.lose(name)
+            self.start(name)
+        await asyncio.sleep(30.0)
+
+    async def launch(self, nodes=("n0", "n1", "n2")):
+        for old in getattr(self, "ranks", ()):
+            old.kill()
+        self.launches, self.ordinal, self.restored = self.launches + 1, 0, 0
+        self.ranks = [self.cluster.nodes[nodes[i]].trainer() for i in range(RANKS)]
+        await self.all(self.join)
+
+    async def join(self, rank):
+        call = w.TrainerJoin(
+            job=JOB,
+            rank=rank,
+            world_size=RANKS,
+            run_token=f"launch-{self.launches}",
+            layout=r.Layout(2, 1),
+            keep_last=self.keep_last,
+            timeout_s=120.0,
+        )
+        await self.ranks[rank].call(call)
+
+    async def all(self, work):
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work(rank)) for rank in range(RANKS)]
+        return [task.result() for task in tasks]
+
+    async def save(self, step):
+        """All ranks save; the outcome's verdict."""
+        ordinal, self.ordinal = self.ordinal, self.ordinal + 1
+
+        async def one(rank):
+            image, trainer = content(rank, step), self.ranks[rank]
+            slot = await trainer.call(w.OpenSlot(ordinal, step, len(image)))
+            if isinstance(slot, w.Slot):
+                trainer.view(slot.file, len(image))[:] = image
+                await trainer.call(w.SlotDone(ordinal, step, len(image)))
+            return (await trainer.call(w.SaveStatus(ordinal, step, 60.0))).outcome
+
+        outcomes = await self.all(one)
+        return outcomes[0].verdict
+
+    async def train(self, *steps):
+        for step in steps:
+            await asyncio.sleep(2.0)
+            assert await self.save(step) is r.Verdict.COMMIT, step
+
+    async def restore(self):
+        """(step, sources) that all ranks restored, bit-exact; or why there is nothing."""
+        ordinal, self.restored = self.restored, self.restored + 1
+
+        async def one(rank):
+            trainer = self.ranks[rank]
+            while True:
+                reply = await trainer.call(w.RestoreCall(ordinal))
+                if isinstance(reply, w.RestoreNothing):
+                    return None, reply.reason
+                if not isinstance(reply, w.RestoreFile):
+                    continue
+                image = trainer.view(reply.file, reply.length)
+                table = list(memoryview(reply.table).cast("I"))
+                assert verify_chunks(image, reply.chunk_bytes, table) == []
+                assert bytes(image) == content(rank, reply.step)
+                done = await trainer.call(w.RestoreDone(reply.ballot))
+                if done.closed.close is r.Close.OK:
+                    return reply.step, reply.source
+
+        results = await self.all(one)
+        steps = {step for step, _ in results}
+        assert len(steps) == 1
+        return steps.pop(), [source for _, source in results]
+
+    def state(self):
+        return JobState.listed(KEYS, self.cluster.etcd.list(KEYS.state))
+
+    def offloaded(self):
+        return sorted(o.commit.attempt.step for o in self.state().offloaded.values())
+
+    def attempt(self, step):
+        known = self.state().known_commits().values()
+        return next(c.attempt for c in known if c.attempt.step == step)
+
+    async def until(self, ready, timeout_s=60.0):
+        async with asyncio.timeout(timeout_s):
+            while not ready():
+                await asyncio.sleep(0.1)
+
+    def notes(self, what):
+        return [facts for _, _, name, facts in self.cluster.log.events if name == f"note.{what}"]
+
+
+def play(story, **options):
+    async def main():
+        rig = Rig(**options)
+        await rig.launch()
+        await story(rig)
+        for name in list(rig.tasks):
+            await rig.lose(name)
+        assert rig.notes("crash") == []
+        return rig
+
+    return clock.run(main(), limit_s=7200)
+
+
+def test_every_second_step_is_offloaded_and_comes_back_after_all_ram_is_lost():
+    async def story(rig):
+        assert (await rig.restore())[0] is None
+        await rig.train(1, 2, 3)
+        await rig.until(lambda: rig.offloaded() == [2])
+        attempt = rig.attempt(2)
+        assert bytes(rig.bucket.objects[rank_name(attempt, "n1", 1)]) == content(1, 2)
+        await rig.until(lambda: 2 not in rig.state().steps(rig.attempt(3) and lineage(rig)))
+        await rig.lose_all()
+        await rig.launch()
+        assert await rig.restore() == (2, ["s3"] * RANKS)
+        # and training goes on from there, in a lineage of its own
+        await rig.train(3, 4, 5)
+        await rig.launch()
+        assert await rig.restore() == (5, ["local"] * RANKS)
+
+    play(story)
+
+
+def lineage(rig):
+    return rig.state().current_lineage().lineage
+
+
+def test_the_newest_step_lives_on_in_ram_after_it_came_from_the_store():
+    async def story(rig):
+        await rig.train(1, 2)
+        await rig.until(lambda: rig.offloaded() == [2])
+        await rig.lose_all()
+        await rig.launch()
+        assert await rig.restore() == (2, ["s3"] * RANKS)
+        await rig.launch()
+        assert await rig.restore() == (2, ["local"] * RANKS)
+
+    play(story)
+
+
+def test_what_ram_still_has_comes_from_ram_and_the_rest_from_the_store():
+    async def story(rig):
+        await rig.train(1, 2)
+        await rig.until(lambda: rig.offloaded() == [2])
+        for name in ("n1", "n2", "n3"):
+            await rig.lose(name)
+            rig.start(name)
+        await asyncio.sleep(30.0)
+        await rig.launch()
+        step, sources = await rig.restore()
+        assert step == 2
+        assert sources[0] == "local"
+        assert "s3" in sources[1] or "mixed" in sources[1]
+
+    play(story)
+
+
+def test_an_outage_neither_delays_nor_fails_saves_and_the_newest_due_steps_go_out_after_it():
+    async def story(rig):
+        rig.bucket.outage()
+        began = asyncio.get_running_loop().time()
+        await rig.train(*range(1, 41))
+        took_s = asyncio.get_running_loop().time() - began
+        assert took_s < 40 * 2.0 + 8.0
+        assert rig.offloaded() == []
+        dropped = [facts["step"] for facts in rig.notes("offload_dropped")]
+        assert len(dropped) == 20 - 4
+        rig.bucket.outage(0)
+        await rig.until(lambda: rig.offloaded()[-1:] == [40], 120.0)
+        await rig.lose_all()
+        await rig.launch()
+        assert await rig.restore() == (40, ["s3"] * RANKS)
+
+    play(story, budget_bytes=1 << 22)
+
+
+def test_due_steps_are_given_up_before_saves_lack_room():
+    async def story(rig):
+        rig.bucket.outage()
+        await rig.train(*range(1, 21))
+        reasons = {facts["reason"] for facts in rig.notes("offload_dropped")}
+        assert "saves need its room in RAM" in reasons
+
+    play(story, budget_bytes=170_000)
+
+
+def test_an_outage_at_restore_is_neither_nothing_nor_a_bad_step():
+    async def story(rig):
+        await rig.train(1, 2)
+        await rig.until(lambda: rig.offloaded() == [2])
+        await rig.lose_all()
+        rig.bucket.outage()
+        await rig.launch()
+        with pytest.raises(BaseExceptionGroup) as failed:
+            await rig.restore()
+        assert failed.group_contains(RestoreFailed, match="object store: away")
+        assert rig.state().quarantined() == set()
+        rig.bucket.outage(0)
+        await rig.launch()
+        assert await rig.restore() == (2, ["s3"] * RANKS)
+
+    play(story)
+
+
+def test_an_outage_at_the_first_start_is_not_taken_for_nothing():
+    async def story(rig):
+        rig.bucket.outage()
+        with pytest.raises(BaseExceptionGroup) as failed:
+            await rig.restore()
+        assert failed.group_contains(RestoreFailed, match="cannot be asked")
+
+    play(story)
+
+
+def test_a_bucket_with_manifests_that_the_ledger_does_not_know_is_not_nothing():
+    async def story(rig):
+        name = f"{JOB}/{'0' * 32}/0000000001.0000000000.00000000000000000007/checkpoint.json"
+        rig.bucket.objects[name] = b"{}"
+        with pytest.raises(BaseExceptionGroup) as failed:
+            await rig.restore()
+        assert failed.group_contains(RestoreFailed, match="object store has")
+
+    play(story)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "manifest", "manifest object"])
+def test_a_damaged_object_is_found_and_the_previous_step_comes_back(damage):
+    async def story(rig):
+        await rig.train(1, 2, 3, 4)
+        await rig.until(lambda: rig.offloaded() == [2, 4])
+        attempt = rig.attempt(4)
+        name = rank_name(attempt, "n1", 1)
+        if damage == "flip":
+            rig.bucket.flip(name, 5000)
+        elif damage == "truncate":
+            rig.bucket.truncate(name, 5000)
+        elif damage == "manifest":
+            rig.bucket.flip(checkpoint_name(attempt), 40)
+        else:
+            rig.bucket.flip(directory(attempt) + "n1/manifest", 400)
+        await rig.lose_all()
+        await rig.launch()
+        assert await rig.restore() == (2, ["s3"] * RANKS)
+        if damage == "flip":
+            why = [facts["why"] for facts in rig.notes("source_failed")]
+            assert any(name in reason for reason in why)
+            assert rig.state().quarantined() == {attempt.key}
+
+    play(story)
+
+
+def test_a_damaged_object_does_not_matter_while_ram_has_the_step():
+    async def story(rig):
+        await rig.train(1, 2)
+        await rig.until(lambda: rig.offloaded() == [2])
+        rig.bucket.flip(rank_name(rig.attempt(2), "n1", 1), 5000)
+        await rig.lose("n1")
+        rig.start("n1")
+        await asyncio.sleep(20.0)
+        await rig.launch()
+        assert await rig.restore() == (2, ["local", "peers", "local"])
+
+    play(story)
+
+
+def test_a_slot_that_rotted_in_ram_is_not_uploaded():
+    async def story(rig):
+        rig.bucket.outage()
+        await rig.train(1, 2)
+        slots = rig.agents["n1"].home.holdings.of_attempt(rig.attempt(2))
+        slot = next(h for h in slots if h.kind is r.FileKind.SLOT)
+        rig.cluster.nodes["n1"].store.flip(slot.file, 3000, 1)
+        rig.bucket.outage(0)
+        await rig.until(lambda: bool(rig.notes("offload_failed")))
+        assert "chunks [2]" in rig.notes("offload_failed")[0]["why"]
+        await asyncio.sleep(60.0)
+        assert rig.offloaded() == []
+        assert checkpoint_name(rig.attempt(2)) not in rig.bucket.objects
+        # a later step goes out, and the one that cannot is given up
+        rig.bucket.outage(0)
+        await rig.train(3, 4)
+        await rig.until(lambda: rig.offloaded() == [4])
+        await rig.until(lambda: bool(rig.notes("offload_dropped")))
+
+    play(story)
+
+
+def test_answers_that_get_lost_change_nothing():
+    async def story(rig):
+        rig.bucket.error_after_the_fact(4)
+        await rig.train(1, 2)
+        await rig.until(lambda: rig.offloaded() == [2])
+        rig.bucket.error_after_the_fact(6)
+        await rig.train(3, 4)
+        await rig.until(lambda: rig.offloaded() == [2, 4])
+        await rig.lose_all()
+        await rig.launch()
+        assert await rig.restore() == (4, ["s3"] * RANKS)
+
+    play(story)
+
+
+def test_two_agents_that_believe_to_lead_offload_one_checkpoint():
+    async def story(rig):
+        for agent in rig.agents.values():
+            await agent._job(JOB)
+        import p2pckpt.agent.offloading as module
+
+        original = module.Offloading._leads
+        module.Offloading._leads = lambda self: True
+        try:
+            rig.bucket.slow(200_000)
+            await rig.train(1, 2)
+            await rig.until(lambda: rig.offloaded() == [2])
+            await asyncio.sleep(10.0)
+        finally:
+            module.Offloading._leads = original
+        manifests = [
+            facts
+            for _, who, what, facts in rig.cluster.log.events
+            if what == "bucket.put" and facts["name"].endswith("checkpoint.json")
+        ]
+        assert len(manifests) == 1
+        assert len(rig.notes("offloaded")) == 1
+        await rig.lose_all()
+        await rig.launch()
+        assert await rig.restore() == (2, ["s3"] * RANKS)
+
+    play(story)
+
+
+def test_the_newest_offloaded_steps_are_kept_and_older_ones_go_by_record():
+    async def story(rig):
+        foreign = {
+            f"{JOB}/{'0' * 32}/0000000001.0000000000.00000000000000000002/n0/rank-0.safetensors",
+            "other/file",
+        }
+        for name in foreign:
+            rig.bucket.objects[name] = b"not proven to be ours"
+        await rig.train(*range(1, 9))
+        await rig.until(lambda: rig.offloaded() == [6, 8])
+        await rig.until(lambda: len(rig.notes("objects_deleted")) == 2)
+        assert foreign <= set(rig.bucket.objects)
+        # a checkpoint without its manifest, as somebody copied it (google/orbax#394), stays
+        copied = {
+            n.replace(JOB, "copy"): data
+            for n, data in rig.bucket.objects.items()
+            if n.startswith(directory(rig.attempt(6))) and not n.endswith("checkpoint.json")
+        }
+        rig.bucket.objects.update(copied)
+        await rig.train(9, 10, 11)
+        await rig.until(lambda: rig.offloaded() == [8, 10])
+        await rig.until(lambda: len(rig.notes("objects_deleted")) == 3)
+        assert foreign | set(copied) <= set(rig.bucket.objects)
+        ours = {n.split("/")[2] for n in rig.bucket.objects if n.startswith(f"{JOB}/")}
+        kept = {rig.attempt(8).key, rig.attempt(10).key}
+        assert ours - kept == {"0000000001.0000000000.00000000000000000002"}
+        # the records follow: no reports, and no ends of steps whose commits are gone
+        await rig.train(12)
+        await rig.until(lambda: rig.offloaded() == [10, 12])
+        await asyncio.sleep(10.0)
+        await rig.train(13, 14)
+        await rig.until(lambda: rig.offloaded() == [12, 14])
+        assert len(rig.state().offload_retired) <= 2
+
+    play(story)
+
+
+def test_the_agent_of_rank_0_is_lost_in_mid_offload():
+    async def story(rig):
+        rig.bucket.slow(3000)
+        await rig.train(1, 2)
+        await rig.until(lambda: any("rank-" in n for n, _ in rig.bucket.begun.values()))
+        await rig.lose("n0", keep_memory=True)
+        await asyncio.sleep(5.0)
+        rig.start("n0")
+        rig.bucket.slow(1e6)
+        await rig.until(lambda: rig.offloaded() == [2], 300.0)
+        await rig.lose_all()
+        await rig.launch()
+        assert await rig.restore() == (2, ["s3"] * RANKS)
+
+    play(story)
+
+
+def test_uploads_that_a_dead_agent_left_are_aborted_and_foreign_ones_stay():
+    async def story(rig):
+        rig.bucket.slow(3000)
+        await rig.train(1, 2)
+        await rig.until(lambda: len(rig.bucket.begun) >= RANKS)
+        foreign = rig.bucket.begin("other/prefix/file")
+        await rig.lose("n1", keep_memory=True)
+        left = [i for i, (n, _) in rig.bucket.begun.items() if "/n1/" in n]
+        assert left
+        rig.start("n1")
+        rig.bucket.slow(1e6)
+        await rig.launch()
+        await rig.restore()
+        await rig.until(lambda: rig.offloaded() == [2], 300.0)
+        for step in range(3, 9):
+            await asyncio.sleep(120.0)
+            await rig.train(step)
+        await rig.until(lambda: not set(left) & set(rig.bucket.begun), 1300.0)
+        assert foreign in rig.bucket.begun
+
+    play(story)
+
+
+def test_off_means_off():
+    async def story(rig):
+        assert (await rig.restore())[0] is None
+        await rig.train(1, 2, 3)
+        await asyncio.sleep(60.0)
+        assert rig.bucket.objects == {}
+
+    play(story, config=replace(CONFIG, offload_every=0))
+
+
+def test_the_same_seed_is_the_same_run():
+    async def story(rig):
+        await rig.train(1, 2, 3)
+        await rig.until(lambda: rig.offloaded() == [2])
+
+    assert play(story, seed=7).cluster.digest() == play(story, seed=7).cluster.digest()
+
+
+assert issubclass(RestoreFailed, CheckpointError)
