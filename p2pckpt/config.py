@@ -21,6 +21,9 @@ from p2pckpt.errors import ConfigError
 
 _MIB = 1024 * 1024
 
+NOT_SETTINGS = ("P2PCKPT_AGENT", "P2PCKPT_CONFIG")
+"""Variables that are read elsewhere: where trainers find the agent, where the file is."""
+
 
 def _setting(
     default: Any,
@@ -90,6 +93,7 @@ class Config:
     s3_timeout_s: float = _setting(
         60.0, "one request with its retries; longer means the store is away", 1, 3600
     )
+    s3_workers: int = _setting(8, "threads, that is requests to the store at once", 1, 64)
     offload_every: int = _setting(0, "every Nth committed step goes to the store; 0 = off", 0)
     offload_keep: int = _setting(2, "offloaded steps of a lineage that stay in the store", 1, 1000)
 
@@ -109,7 +113,9 @@ class Config:
             level, eq, name = part.strip().partition("=")
             if not eq or not level or not name:
                 raise ConfigError(f"domains: {part!r}: needs level=name, as rack=r1")
-            found[level] = name
+            if level.strip() in found:
+                raise ConfigError(f"domains: level {level.strip()!r} is given twice")
+            found[level.strip()] = name.strip()
         return found
 
     @property
@@ -165,7 +171,11 @@ def resolve(
     origins = {f.name: "default" for f in fields(Config)}
     for key, value in _parse(text, file).items():
         origin = f"{file}:{_line_of(text, key)}"
-        values[_known(key, origin)], origins[key] = _checked(key, value, origin), origin
+        values[_known(key, origin)] = None
+        values[key], origins[key] = _checked(key, value, origin), origin
+    for variable in environ:
+        if variable.startswith("P2PCKPT_") and variable not in NOT_SETTINGS:
+            _known(variable.removeprefix("P2PCKPT_").lower(), variable)
     for f in fields(Config):
         variable = "P2PCKPT_" + f.name.upper()
         if variable in environ:
@@ -173,7 +183,8 @@ def resolve(
             origins[f.name] = variable
     for key, value in flags.items():
         if value is not None:
-            values[_known(key, "flag")] = _checked(key, value, f"--{key.replace('_', '-')}")
+            _known(key, "flag")
+            values[key] = _checked(key, value, f"--{key.replace('_', '-')}")
             origins[key] = "flag"
     config = Config(**values)
     _ = config.domain_map
@@ -182,6 +193,11 @@ def resolve(
     if config.keepalive_s * 2 > config.lease_s:
         raise ConfigError(
             f"keepalive_s: {config.keepalive_s}, needs at most half of lease_s ({config.lease_s})"
+        )
+    if config.commit_delay_low_s > config.commit_delay_high_s:
+        raise ConfigError(
+            f"commit_delay_low_s: {config.commit_delay_low_s}, needs at most "
+            f"commit_delay_high_s ({config.commit_delay_high_s})"
         )
     return Resolved(config, origins)
 

@@ -11,11 +11,12 @@ Contract: reading it is pure; `apply` is total: a record that cannot be decoded 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from p2pckpt import records as r
-from p2pckpt.errors import FormatError
+from p2pckpt.errors import FormatError, StaleGenerationError
 from p2pckpt.ports import (
     Change,
     Compare,
@@ -43,7 +44,6 @@ class JobState:
     generation: r.Generation | None = None
     generation_revision: int = 0
     commits: dict[tuple[str, int], r.Commit] = field(default_factory=dict)
-    commit_revisions: dict[str, int] = field(default_factory=dict)
     outcomes: dict[str, r.Outcome] = field(default_factory=dict)
     retired: dict[str, r.Attempt] = field(default_factory=dict)
     cleaned: set[str] = field(default_factory=set)
@@ -85,7 +85,11 @@ class JobState:
         elif key == k.rebuilt:
             self.rebuilt = unpack(value, r.Rebuilt) if value is not None else None
         elif key == k.floor:
-            self.floor = value.decode("ascii") if value else ""
+            self.floor = ""
+            if value is not None:
+                if not re.fullmatch(rb"\d{10}\.\d{10}", value):
+                    raise FormatError(f"floor {value[:32]!r}: needs ten digits, a dot, ten digits")
+                self.floor = value.decode("ascii")
         elif key == k.generation:
             self.generation, self.generation_revision = None, revision
             if value is not None:
@@ -96,7 +100,6 @@ class JobState:
             if value is not None:
                 commit = unpack(value, r.Commit)
                 self.commits[(lineage, int(step))] = commit
-                self.commit_revisions[commit.attempt.key] = revision
         elif key.startswith(k.outcomes):
             self.outcomes.pop(key[len(k.outcomes) :], None)
             if value is not None:
@@ -232,8 +235,15 @@ class JobState:
         """The job of these records is not being cleaned."""
         return absent(self.keys.cleaned(self.ledger_id))
 
-    def same_generation(self) -> Compare:
-        """Fence: no newer generation was installed."""
+    def same_generation(self, number: int) -> Compare:
+        """Fence: generation `number` still stands.
+
+        Raises StaleGenerationError if this state knows already that it does not: the mirror may
+        have moved on since something was judged.
+        """
+        if self.generation is None or self.generation.number != number:
+            current = self.generation.number if self.generation else None
+            raise StaleGenerationError(f"generation {number} is over, {current} is current")
         return Compare(self.keys.generation, "mod", "=", self.generation_revision)
 
     def undecided(self, attempt: r.Attempt) -> Compare:

@@ -22,8 +22,11 @@ from p2pckpt.errors import UsageError
 GROUP_NODES = 64
 """Nodes of one group: one group record, one roster piece. 64 entries stay far below 64 KB."""
 
-MAX_SHARDS = 255
-"""k + m of a layout, the limit of GF(2^8)."""
+MAX_SHARDS = 20
+"""k + m of a layout: the holders of 64 nodes fit one ledger record of 64 KB."""
+
+MAX_KEEP_LAST = 64
+"""Retiring compares this many newer commits in one transaction; etcd allows 128 compares."""
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,9 +80,10 @@ class Layout(Record, frozen=True):
         Raises UsageError naming the text and the allowed forms.
         """
         t = text.strip().replace(" ", "")
-        if found := re.fullmatch(r"rs[:(](\d{1,3}),(\d{1,3})\)?", t):
+        t = re.sub(r"^(rs|copies)\(([\d,]*)\)$", r"\1:\2", t)
+        if found := re.fullmatch(r"rs:(\d{1,3}),(\d{1,3})", t):
             return cls(k=int(found[1]), m=int(found[2]))
-        if found := re.fullmatch(r"copies[:(](\d{1,3})\)?", t):
+        if found := re.fullmatch(r"copies:(\d{1,3})", t):
             copies = int(found[1])
             if copies < 1:
                 raise UsageError(f"layout {text!r}: copies:r needs r >= 1")
@@ -252,6 +256,24 @@ class Manifest(Record, frozen=True):
     checksum: str
     ranks: tuple[RankSnapshot, ...]
     base: str | None = None
+
+    def __post_init__(self) -> None:
+        chunk, layout = self.chunk_bytes, self.layout
+        if chunk < 1 or [e.rank for e in self.ranks] != sorted({e.rank for e in self.ranks}):
+            raise UsageError(
+                f"manifest of {self.owner}: chunk_bytes {chunk}, needs 1 or more; "
+                f"ranks {[e.rank for e in self.ranks]}, need rising order"
+            )
+        for e in self.ranks:
+            share = (e.length + layout.k - 1) // layout.k
+            size = (share + chunk - 1) // chunk * chunk
+            have = [len(table) for table in e.tables]
+            need = [4 * -(-e.stored_bytes(i, layout.k) // chunk) for i in range(layout.shards)]
+            if e.length < 0 or e.shard_bytes != size or have != need:
+                raise UsageError(
+                    f"manifest of {self.owner}, rank {e.rank}: length {e.length}, shards of "
+                    f"{e.shard_bytes} with tables of {have}; needs shards of {size} with {need}"
+                )
 
     def of_rank(self, rank: int) -> RankSnapshot:
         """One rank's entry. Raises UsageError naming the ranks that there are."""

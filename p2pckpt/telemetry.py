@@ -78,6 +78,7 @@ class Telemetry:
                 for (n, label), value in sorted(table.items()):
                     if n == name:
                         escaped = label.replace("\\", "\\\\").replace('"', '\\"')
+                        escaped = escaped.replace("\n", "\\n")
                         tags = f'{{what="{escaped}"}}' if label else ""
-                        lines.append(f"{PREFIX}{name}{tags} {value:g}")
+                        lines.append(f"{PREFIX}{name}{tags} {float(value)!r}")
         return "\n".join(lines) + "\n"

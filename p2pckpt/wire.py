@@ -138,11 +138,13 @@ class GetManifest(r.Record, frozen=True):
     attempt: r.Attempt
     owner: str
     manifest_digest: str
+    offset: int = 0
 
 
 class ManifestReply(r.Record, frozen=True):
-    """The packed manifest; the asker checks its digest."""
+    """A piece of the packed manifest of `total` bytes; the asker checks its digest."""
 
+    total: int
     packed: bytes
 
 
@@ -499,7 +501,10 @@ def pack(record: r.Record) -> bytes:
     kind = type(record).__name__
     if KINDS.get(kind) is not type(record):
         raise UsageError(f"pack: {kind} is not a record or message of this protocol")
-    body = _ENCODER.encode(record)
+    try:
+        body = _ENCODER.encode(record)
+    except UnicodeEncodeError as e:
+        raise UsageError(f"pack: {kind} holds text that is no Unicode: {e}") from None
     if len(body) > MAX_FRAME_BYTES:
         raise FormatError(f"{kind}: {len(body)} bytes, need at most {MAX_FRAME_BYTES}")
     crc = crc32c(body, crc32c(kind.encode()))

@@ -19,6 +19,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.context import RETRY_S, Home, JobContext, copy_name, seen_name
@@ -165,8 +167,7 @@ async def clean(ctx: JobContext, dry_run: bool) -> w.CleanReply:
     left = await _confirmed(ctx, set(plan.ledger_ids))
     await _remove(ctx)
     ctx.note("cleaned", ledger_ids=list(plan.ledger_ids), left=left)
-    fields = {name: getattr(reply, name) for name in reply.__struct_fields__}
-    return w.CleanReply(**{**fields, "left": tuple(left)})
+    return structs.replace(reply, left=tuple(left))
 
 
 async def _seen(ctx: JobContext) -> dict[str, str]:
@@ -236,7 +237,7 @@ async def _remove(ctx: JobContext) -> None:
             fence = (value_is(keys.ledger_id, entry.value),)
         rest = [e.key for e in own if e.key not in last]
         for at in range(0, len(rest), OPERATIONS):
-            await ctx.home.doors.ledger.transact(Txn(fence, (), tuple(rest[at : at + OPERATIONS])))
+            await ledger.transact(Txn(fence, (), tuple(rest[at : at + OPERATIONS])))
         if not rest:
             families = ("state/", "group/", "report/", "roster/", "offload/")
             quiet = (none_newer(keys.root + name, listing.revision) for name in families)
@@ -261,7 +262,7 @@ async def obey(ctx: JobContext, forget: Callable[[], None]) -> None:
                 freed = _free(ctx, truth.cleaned)
                 forget()
                 ctx.note("freed", reason="its job was cleaned", files=freed)
-                await ctx.refresh()
+                ctx.wake()
         except CheckpointError as e:
             ctx.note("free_later", why=str(e))
         await asyncio.sleep(RETRY_S)

@@ -152,8 +152,12 @@ class JobContext:
             if not was:
                 self.note("frozen", why=self.frozen)
             raise LedgerForgot(f"job {self.job}: {self.frozen}; see `p2pckpt ledger rebuild`")
-        newer = self.seen is None or self.seen.ledger_id != truth.ledger_id
-        if truth.ledger_id and (newer or truth.revision > self.seen.revision):
+        newest = self.seen
+        if truth.ledger_id and (
+            newest is None
+            or newest.ledger_id != truth.ledger_id
+            or newest.revision < truth.revision
+        ):
             generation = truth.generation.number if truth.generation else 0
             self.seen = r.LedgerSeen(self.job, truth.ledger_id, truth.revision, generation)
             self.home.doors.arena.put_document(seen_name(self.job), pack(self.seen))

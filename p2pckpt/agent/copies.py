@@ -175,9 +175,7 @@ async def _write(ctx: JobContext, plan: Rebuild, listing: Listing, new_id: str) 
     fence = (value_is(keys.ledger_id, new_id.encode()),)
     kept = {put.key for put in first.puts}
     stale = [
-        e.key
-        for e in listing.entries
-        if e.key not in kept and not e.key.startswith(keys.cleanings)
+        e.key for e in listing.entries if e.key not in kept and not e.key.startswith(keys.cleanings)
     ]
     for at in range(0, len(stale), OPERATIONS):
         await home.doors.ledger.transact(Txn(fence, (), tuple(stale[at : at + OPERATIONS])))

@@ -20,6 +20,7 @@ from typing import Any
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
+from p2pckpt.agent.asking import Asking, Question
 from p2pckpt.agent.context import Home
 from p2pckpt.agent.copies import rebuild, remembered
 from p2pckpt.agent.holdings import Holdings
@@ -42,6 +43,7 @@ class Agent:
         holdings = Holdings(doors.arena, doors.ids.new)
         self.home = Home(member.node, config, doors, holdings, self._spawn, member)
         self.serving = Serving(self.home, self._context)
+        self.asking = Asking(self.home, self._context)
         self.jobs: dict[str, JobAgent] = {}
         self.ready = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
@@ -84,6 +86,8 @@ class Agent:
             return await rebuild((await self._job(request.job)).ctx, request.dry_run)
         if isinstance(request, w.StatusQuery):
             return w.StatusReply(document=json.dumps(await status(self.home, self.jobs)))
+        if isinstance(request, Question):
+            return await self.asking.answer(trainer, request)
         for job in self.jobs.values():
             if trainer in job.seats:
                 return await job.call(trainer, request)
@@ -93,6 +97,7 @@ class Agent:
         """See ports.TrainerHandler."""
         for job in list(self.jobs.values()):
             await job.trainer_gone(trainer)
+        await self.asking.gone(trainer)
 
     # -- peers ------------------------------------------------------------------------------------
 
@@ -108,6 +113,8 @@ class Agent:
             return w.Accepted()
         if isinstance(request, w.CopiesQuery):
             return remembered((await self._job(request.job)).ctx)
+        if isinstance(request, w.VerifyQuery):
+            return await self.asking.check(request)
         return await answer(self.serving, request)
 
     # -- parts ------------------------------------------------------------------------------------
@@ -138,7 +145,13 @@ class Agent:
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._group is not None, "parts work only while the agent runs"
-        return self._group.create_task(self._guard(name, work), name=name)
+        guarded = self._guard(name, work)
+        try:
+            return self._group.create_task(guarded, name=name)
+        except RuntimeError:  # the agent is ending: nothing new begins
+            guarded.close()
+            work.close()
+            raise asyncio.CancelledError from None
 
     async def _guard(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         try:

@@ -143,7 +143,8 @@ async def _put(ctx: JobContext, roster: Roster, number: int, finding: Finding) -
             lineage=lineage if ended else "",
         )
         puts.append(Put(ctx.keys.closed(generation, number), pack(closed)))
-    compares = (ctx.state.same_ledger(), ctx.state.same_generation(), absent(key))
+    fence = ctx.state.same_generation(generation)
+    compares = (ctx.state.same_ledger(), fence, absent(key))
     if await ctx.transact(Txn(compares, tuple(puts))):
         ctx.note("decided", ballot=number, choice=decision.choice, reason=decision.reason)
     await ctx.refresh()

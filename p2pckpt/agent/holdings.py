@@ -119,18 +119,25 @@ class Holdings:
 
         Free files are given up for lack of room, smallest loss first. Raises NoRoom(need, have).
         """
-        held = self._reusable(want)
-        if held is None:
-            name = f"{want.kind}-{self._new_name()[:16]}"
-            await self._reserve(name, want.capacity)
-            held = Held(name, want.capacity, want.kind, want.attempt.job)
-        self._files[held.file] = held
-        held.job, held.kind, held.attempt = want.attempt.job, want.kind, want.attempt
-        held.owner, held.part, held.length = want.owner, want.part, 0
-        held.whole, held.doomed, held.manifest_digest = False, False, ""
-        held.writer = writer
-        self._arena.put_record(held.file, held.record())
+        free = self._reusable(want)
+        if free is None:
+            name, capacity = f"{want.kind}-{self._new_name()[:16]}", want.capacity
+            await self._reserve(name, capacity)
+        else:
+            name, capacity = free.file, free.capacity
+        job, attempt = want.attempt.job, want.attempt
+        held = Held(name, capacity, want.kind, job, attempt, want.owner, want.part, writer=writer)
+        try:
+            self._arena.put_record(name, held.record())
+        except BaseException:
+            self._arena.remove(name)
+            raise
+        self._files[name] = held
         return held
+
+    def _mine(self, held: Held) -> bool:
+        """Does this handle still stand for its file? A file that was reused has a new one."""
+        return self._files.get(held.file) is held
 
     def _reusable(self, want: Want) -> Held | None:
         fit = [
@@ -157,7 +164,7 @@ class Holdings:
 
     def seal(self, held: Held, length: int, manifest_digest: str) -> None:
         """The bytes are whole and verified; its writer is done. The digest may come later."""
-        if held.attempt is None or not 0 <= length <= held.capacity:
+        if not self._mine(held) or held.attempt is None or not 0 <= length <= held.capacity:
             raise UsageError(f"{held.file}: seal of {length} bytes, capacity {held.capacity}")
         held.length, held.manifest_digest, held.whole, held.writer = (
             length,
@@ -171,8 +178,9 @@ class Holdings:
 
     def writer_done(self, held: Held) -> None:
         """Its writer stopped without finishing, or is proven dead."""
-        held.writer = None
-        self._settle(held)
+        if self._mine(held):
+            held.writer = None
+            self._settle(held)
 
     def written_by(self, writer: object) -> list[Held]:
         """Files that a writer may still be writing."""
@@ -180,8 +188,9 @@ class Holdings:
 
     def release(self, held: Held) -> None:
         """Its attempt is settled: free it, at once or when its writer is done."""
-        held.doomed = True
-        self._settle(held)
+        if self._mine(held):
+            held.doomed = True
+            self._settle(held)
 
     def _settle(self, held: Held) -> None:
         if held.doomed and held.writer is None:
@@ -195,6 +204,8 @@ class Holdings:
 
     def reopen(self, held: Held, writer: object) -> None:
         """Bytes of a WHOLE file are to be written again in place."""
+        if not self._mine(held) or held.attempt is None:
+            raise UsageError(f"{held.file}: was given to another attempt meanwhile")
         held.whole, held.writer = False, writer
         self._arena.put_record(held.file, held.record())
 

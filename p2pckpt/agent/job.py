@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
+from p2pckpt.agent.cleaning import obey
 from p2pckpt.agent.context import Home, JobContext
 from p2pckpt.agent.copies import keep_copies
 from p2pckpt.agent.gather import Gathering
@@ -54,6 +55,7 @@ class JobAgent:
         home.spawn(f"copies {self.ctx.job}", keep_copies(self.ctx))
         home.spawn(f"repair {self.ctx.job}", Repairing(self.ctx).loop())
         home.spawn(f"adopt {self.ctx.job}", self._adopted())
+        home.spawn(f"obey {self.ctx.job}", obey(self.ctx, self._forget))
         start_offloading(self.ctx)
 
     async def _adopted(self) -> None:
@@ -68,6 +70,14 @@ class JobAgent:
             if held.kind is r.FileKind.SLOT and not held.manifest_digest:
                 await ctx.abort(held.attempt, f"the agent of {ctx.home.node} restarted before seal")
             ctx.track(held.attempt)
+
+    def _forget(self) -> None:
+        """The job was cleaned: a later one of its name counts generations and attempts anew."""
+        self.gathering.pieces.clear()
+        self.saving.open.clear()
+        self.restoring.ballots.clear()
+        self.restoring.reading.clear()
+        self.ctx.roster = None
 
     # -- trainers ---------------------------------------------------------------------------------
 

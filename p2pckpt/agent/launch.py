@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -98,6 +99,8 @@ def decide_install(
     if twice:
         nodes = sorted(j.node for j in joins if twice & set(j.ranks))
         raise UsageError(f"launch: ranks {sorted(twice)[:8]} joined twice, on {nodes}")
+    if strange := [rank for rank in ranks if not 0 <= rank < first.world_size]:
+        raise UsageError(f"launch: ranks {strange[:8]}, needs 0 to {first.world_size - 1}")
     if missing := sorted(set(range(first.world_size)) - set(ranks)):
         return Installing(False, reason=f"ranks {missing[:16]} have not joined")
     number = roster.generation.number if roster else 0
@@ -153,8 +156,7 @@ class Launches:
                 f"rank {call.rank}: world size, layout, keep_last {call.world_size}, {call.layout},"
                 f" {call.keep_last} differ from {known} of its launch"
             )
-        if not 0 <= call.rank < call.world_size:
-            raise UsageError(f"rank {call.rank}: needs 0 to {call.world_size - 1}")
+        check_call(call)
         if launch.trainers.get(call.rank, trainer) != trainer:
             raise UsageError(f"rank {call.rank} joined twice, as pid {launch.trainers[call.rank]}")
         launch.trainers[call.rank] = trainer
@@ -198,8 +200,9 @@ class Launches:
         if await self._adopted(launch):
             return ""
         await self._announce(call, launch)
-        joins, revision = await self._joins(call.run_token)
+        joins = await self._joins(call.run_token)
         roster = await ctx.load_roster()
+        fence = self._fence(roster)  # of the very generation that is judged
         reports, reports_revision = await self._reports(roster)
         now = ctx.home.now()
         for node in roster.nodes if roster else ():
@@ -224,10 +227,16 @@ class Launches:
         def moved() -> bool:
             return ctx.state.generation_revision != seen
 
+        def since(read_at: int) -> tuple[Compare, ...]:
+            """No trainer of the judged generation came back after the reports were read."""
+            if roster is None:
+                return ()
+            return (none_newer(ctx.keys.trainers(roster.generation.number, ""), read_at),)
+
         if ruling.install and (leads or min(launch.trainers) == call.rank):
             low, high = config.commit_delay_low_s, config.commit_delay_high_s
             if leads or not await ctx.until(moved, ctx.home.doors.ids.uniform(low, high)):
-                await self._install(call, joins, max(revision, reports_revision))
+                await self._install(call, joins, roster, (*fence, *since(reports_revision)))
                 await ctx.refresh()
         else:
             await ctx.until(moved, POLL_LEAD_S if leads else POLL_OTHERS_S)
@@ -253,13 +262,19 @@ class Launches:
         if entry is None or entry.value != pack(join):
             await self.ctx.transact(Txn(puts=(Put(key, pack(join), home.session),)))
 
-    async def _joins(self, run_token: str) -> tuple[list[r.Join], int]:
+    async def _joins(self, run_token: str) -> list[r.Join]:
         prefix = self.ctx.keys.join(run_token, "")
         listing = await self.ctx.home.doors.ledger.list(prefix)
         joins = [unpack(e.value, r.Join) for e in listing.entries]
         if not joins:
             raise LedgerUnavailable(f"{prefix}: this node's own join is not there yet")
-        return joins, listing.revision
+        return joins
+
+    def _fence(self, roster: Roster | None) -> tuple[Compare, ...]:
+        state = self.ctx.state
+        if roster is None:
+            return state.same_ledger(), absent(self.ctx.keys.generation)
+        return state.same_ledger(), state.same_generation(roster.generation.number)
 
     async def _reports(self, roster: Roster | None) -> tuple[dict[str, r.LivingTrainers], int]:
         if roster is None:
@@ -269,16 +284,22 @@ class Launches:
         reports = [unpack(e.value, r.LivingTrainers) for e in listing.entries]
         return {report.node: report for report in reports}, listing.revision
 
-    async def _install(self, call: w.TrainerJoin, joins: Sequence[r.Join], revision: int) -> None:
-        ctx, state = self.ctx, self.ctx.state
+    async def _install(
+        self,
+        call: w.TrainerJoin,
+        joins: Sequence[r.Join],
+        old: Roster | None,
+        compares: tuple[Compare, ...],
+    ) -> None:
+        """Write the roster, then swap the generation if nothing that was judged has changed."""
+        ctx = self.ctx
         pieces = roster_pieces(joins)
         digest = hashlib.sha256(b"".join(pack(p) for p in pieces)).hexdigest()[:32]
         for i, piece in enumerate(pieces):
             key = ctx.keys.roster(digest, i)
             await ctx.transact(Txn((absent(key),), (Put(key, pack(piece)),)))
-        old = state.generation
         generation = r.Generation(
-            number=old.number + 1 if old else 1,
+            number=old.generation.number + 1 if old else 1,
             nonce=ctx.home.doors.ids.new(),
             run_token=call.run_token,
             world_size=call.world_size,
@@ -287,14 +308,7 @@ class Launches:
             layout=call.layout,
             keep_last=call.keep_last,
         )
-        compares: list[Compare] = [state.same_ledger(), state.not_cleaned()]
-        if old is None:
-            compares.append(absent(ctx.keys.generation))
-        else:
-            compares.append(state.same_generation())
-            compares.append(none_newer(ctx.keys.trainers(old.number, ""), revision))
-        put = Put(ctx.keys.generation, pack(generation))
-        if await ctx.transact(Txn(tuple(compares), (put,))):
+        if await ctx.transact(Txn(compares, (Put(ctx.keys.generation, pack(generation)),))):
             ctx.note("generation", number=generation.number, nodes=len(joins))
 
     async def _adopted(self, launch: Launch) -> bool:
@@ -311,12 +325,19 @@ class Launches:
         return True
 
     async def report(self, generation: int, trainers: Mapping[int, TrainerId]) -> None:
-        """Tell the ledger which ranks of a generation live here, under this agent's lease."""
+        """Tell the ledger which ranks of a generation live here, under this agent's lease.
+
+        Raises LedgerUnavailable if it is not certain that the ledger knows.
+        """
         home = self.ctx.home
-        record = r.LivingTrainers(node=home.node, ranks=tuple(sorted(trainers)))
+        record = pack(r.LivingTrainers(node=home.node, ranks=tuple(sorted(trainers))))
         key = self.ctx.keys.trainers(generation, home.node)
-        if home.session is not None:
-            await self.ctx.transact(Txn(puts=(Put(key, pack(record), home.session),)))
+        if home.session is None:
+            raise LedgerUnavailable(f"{home.node}: no session with the ledger")
+        if not await self.ctx.transact(Txn(puts=(Put(key, record, home.session),))):
+            entry = await home.doors.ledger.get(key)
+            if entry is None or entry.value != record:
+                raise LedgerUnavailable(f"{key}: the report was not written")
 
     async def trainer_gone(self, trainer: TrainerId) -> None:
         """A process died: take its ranks out of forming and standing launches."""
@@ -324,16 +345,36 @@ class Launches:
             lost = [rank for rank, who in launch.trainers.items() if who == trainer]
             for rank in lost:
                 del launch.trainers[rank]
-            if lost and launch.generation is not None:
-                await self._report_until_known(launch)
+            if lost:
+                self.ctx.home.spawn("tell a death", self._tell(token, launch))
             if not launch.trainers:
                 self.launches.pop(token, None)
 
-    async def _report_until_known(self, launch: Launch) -> None:
-        assert launch.generation is not None
+    async def _tell(self, token: str, launch: Launch) -> None:
+        """Until the ledger knows: the report of a standing launch, the join of a forming one."""
         while True:
             try:
-                return await self.report(launch.generation.number, launch.trainers)
+                if launch.generation is not None:
+                    await self.report(launch.generation.number, launch.trainers)
+                elif launch.trainers:
+                    launch.join_id = self.ctx.home.doors.ids.new()
+                    await self._announce(launch.call, launch)
+                else:
+                    key = self.ctx.keys.join(token, self.ctx.home.node)
+                    await self.ctx.transact(Txn(deletes=(key,)))
+                return
             except CheckpointError as e:
-                self.ctx.note("report_later", why=str(e))
+                self.ctx.note("tell_later", why=str(e))
                 await asyncio.sleep(RETRY_S)
+
+
+def check_call(call: w.TrainerJoin) -> None:
+    """Raises UsageError for a join that cannot be meant."""
+    if not 0 <= call.rank < call.world_size:
+        raise UsageError(f"rank {call.rank}: needs 0 to {call.world_size - 1}")
+    if not 1 <= call.keep_last <= r.MAX_KEEP_LAST:
+        raise UsageError(f"keep_last {call.keep_last}: needs 1 to {r.MAX_KEEP_LAST}")
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", call.run_token):
+        raise UsageError(
+            f"run token {call.run_token!r}: needs 1 to 64 letters, digits, '_', '.' or '-'"
+        )

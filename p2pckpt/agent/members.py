@@ -20,11 +20,15 @@ from p2pckpt.errors import CheckpointError
 
 async def keep_session(home: Home, on_session: Callable[[], Awaitable[None]]) -> None:
     """Open a session, renew it, open the next one when it is gone."""
+    told = False
     while True:
         try:
             if home.session is None:
                 await _open(home)
+                told = False
+            if not told:
                 await on_session()
+                told = True
             await asyncio.sleep(home.config.keepalive_s)
             asked_at = home.now()
             session = home.session

@@ -92,7 +92,8 @@ class Offloading:
         """For ever: a reader's record on every due step, and none on others."""
         ctx = self.ctx
         while True:
-            await ctx.until(lambda: bool(self._moves()) or bool(self._drops()), None)
+            # bounded, as a new session of this agent is no news of the job
+            await ctx.until(lambda: bool(self._moves()) or bool(self._drops()), LOOK_EVERY_S)
             try:
                 await self._give_up()
                 for attempt, wanted in self._moves():
@@ -134,6 +135,7 @@ class Offloading:
             compares = (ctx.state.same_ledger(), absent(ctx.keys.retired(attempt)))
             if await ctx.transact(Txn(compares, (Put(key, b"1", session),))):
                 self.holds[attempt.key] = (attempt, session)
+                ctx.wake()
         elif not wanted:
             await ctx.transact(Txn(deletes=(key,)))
             self.holds.pop(attempt.key, None)
@@ -155,12 +157,14 @@ class Offloading:
         )
 
     async def _give_up(self) -> None:
-        ctx, drops = self.ctx, self._drops()
-        for commit, reason in drops:
-            if await ctx.transact(drop_txn(ctx.state, commit, ctx.home.node, reason)):
-                ctx.note("offload_dropped", step=commit.attempt.step, reason=reason)
-        if drops:
-            await ctx.refresh()
+        while drops := self._drops():
+            await self._drop(*drops[0])
+
+    async def _drop(self, commit: r.Commit, reason: str) -> None:
+        ctx = self.ctx
+        if await ctx.transact(drop_txn(ctx.state, commit, ctx.home.node, reason)):
+            ctx.note("offload_dropped", step=commit.attempt.step, reason=reason)
+        await ctx.refresh()
 
     # -- upload -----------------------------------------------------------------------------------
 
@@ -262,9 +266,7 @@ class Offloading:
         name, data = checkpoint_name(attempt), encode_checkpoint(whole)
         await self.objects.put_absent(name, data)
         if await self.objects.get(name) != data:
-            reason = f"{name} is there with other contents"
-            await ctx.transact(drop_txn(ctx.state, commit, ctx.home.node, reason))
-            ctx.note("offload_dropped", step=attempt.step, reason=reason)
+            await self._drop(commit, f"{name} is there with other contents")
         elif await ctx.transact(offloaded_txn(ctx.state, commit, data, ctx.home.node)):
             ctx.note("offloaded", step=attempt.step, attempt=attempt.key, bytes=len(data))
         await ctx.refresh()

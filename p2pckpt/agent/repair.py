@@ -99,7 +99,7 @@ class Repairing:
         if commit is None or not ctx.home.holdings.of_attempt(commit.attempt):
             return
         members = (await ctx.home.living(config.keepalive_s)).members
-        picture = (commit.attempt.key, tuple((n, m.store_id) for n, m in sorted(members.items())))
+        picture = (commit.attempt, tuple((n, m.store_id) for n, m in sorted(members.items())))
         if picture == self.looked:
             return
         groups = await groups_of(ctx, commit.attempt)

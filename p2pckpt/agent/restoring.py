@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from msgspec import structs
+
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.bucket import offloaded_groups, offloaded_share
@@ -40,6 +42,9 @@ from p2pckpt.restore.locate import Facts, decide_close, sources_of
 from p2pckpt.restore.pipeline import Fetched, Stage, restore_rank
 from p2pckpt.restore.verify import open_manifest, snapshot_table
 from p2pckpt.wire import pack
+
+REASON_CHARS = 80
+"""Of one rank's failure in a report: 512 ranks of a group stay below 64 KB."""
 
 
 @dataclass
@@ -108,7 +113,8 @@ class Restoring:
         ballot.decide_s = max(ballot.decide_s, ctx.home.now() - asked_at)
         if call.step is not None and decision.commit.attempt.step != call.step:
             reason = f"rank {rank} asked for step {call.step}, others for another"
-            await self._result(ballot, rank, w.RestoreDone(ballot=number, failed=reason))
+            failed = w.RestoreDone(ballot=number, failed=reason, retryable=True)
+            await self._result(ballot, rank, failed)
             return w.RestoreAgain(reason=reason)
         try:
             return await self._file(ballot, rank)
@@ -130,7 +136,8 @@ class Restoring:
         """Bytes of the rank's file are wrong: bring them anew from other nodes, in place."""
         ballot = self.ballots.get(call.ballot)
         held = ballot.files.get(rank) if ballot else None
-        if ballot is None or held is None:
+        commit = ballot.decision.commit if ballot else None
+        if ballot is None or held is None or commit is None or held.attempt != commit.attempt:
             raise RestoreFailed(f"rank {rank} has no restore file in ballot {call.ballot}")
         self.ctx.note("mend", rank=rank, offset=call.offset, length=call.length)
         length, digest, writer = held.length, held.manifest_digest, object()
@@ -158,7 +165,7 @@ class Restoring:
         commit = ballot.decision.commit
         assert commit is not None
         attempt = commit.attempt
-        await self._register(attempt)
+        await self._register(ballot, attempt)
         share = await self._share(attempt, rank)
         held = holdings.find(attempt, r.FileKind.SLOT, rank)
         packed = ctx.home.doors.arena.document(document_name(share.manifest_digest))
@@ -262,12 +269,12 @@ class Restoring:
                     return share
         raise RestoreFailed(f"step {attempt.step}: no group record has rank {rank}")
 
-    async def _register(self, attempt: r.Attempt) -> None:
-        """A reader's record: the attempt is not retired while this node reads."""
+    async def _register(self, ballot: Ballot, attempt: r.Attempt) -> None:
+        """A reader's record: the attempt is not retired while this node reads in this ballot."""
         ctx = self.ctx
-        if attempt.key in self.reading:
+        key = self._reader_key(ballot.decision, attempt)
+        if key in self.reading:
             return
-        key = ctx.keys.readers(attempt) + ctx.home.node
         if ctx.state.committed(attempt) is not None:
             there = absent(ctx.keys.retired(attempt))
         else:
@@ -276,7 +283,11 @@ class Restoring:
         await ctx.transact(Txn(compares, (Put(key, b"1", ctx.home.session),)))
         if await ctx.home.doors.ledger.get(key) is None:
             raise SourcesAway(f"step {attempt.step} was retired before it could be read")
-        self.reading.add(attempt.key)
+        self.reading.add(key)
+
+    def _reader_key(self, decision: r.Decision, attempt: r.Attempt) -> str:
+        who = f"{self.ctx.home.node}.{decision.generation}.{decision.ballot}"
+        return self.ctx.keys.readers(attempt) + who
 
     # -- closing ----------------------------------------------------------------------------------
 
@@ -349,7 +360,7 @@ class Restoring:
         report = r.NodeReport(
             node=ctx.home.node,
             ranks=ballot.ranks,
-            failed=tuple((rank, d.failed[:200]) for rank, d in results if d.failed),
+            failed=tuple((rank, d.failed[:REASON_CHARS]) for rank, d in results if d.failed),
             retryable=all(d.retryable for _, d in results if d.failed),
         )
 
@@ -361,7 +372,8 @@ class Restoring:
                 reports=tuple(p.report for p in pieces if p.report is not None),
             )
             key = ctx.keys.report(decision.generation, decision.ballot, group)
-            compares = (ctx.state.same_ledger(), ctx.state.same_generation(), absent(key))
+            fence = ctx.state.same_generation(decision.generation)
+            compares = (ctx.state.same_ledger(), fence, absent(key))
             await ctx.transact(Txn(compares, (Put(key, pack(record)),)))
             return await ctx.home.doors.ledger.get(key) is not None
 
@@ -382,8 +394,10 @@ class Restoring:
         closed = decide_close(decision, groups, roster.generation.pieces, overdue)
         if closed is None:
             return
+        closed = structs.replace(closed, by=ctx.home.node)
         key = ctx.keys.closed(decision.generation, decision.ballot)
-        compares = (ctx.state.same_ledger(), ctx.state.same_generation(), absent(key))
+        fence = ctx.state.same_generation(decision.generation)
+        compares = (ctx.state.same_ledger(), fence, absent(key))
         if await ctx.transact(Txn(compares, (Put(key, pack(closed)),))):
             ctx.note("closed", ballot=decision.ballot, close=closed.close, reason=closed.reason)
         await ctx.refresh()
@@ -391,10 +405,9 @@ class Restoring:
     async def _unregister(self, decision: r.Decision) -> None:
         if decision.commit is None:
             return
-        attempt = decision.commit.attempt
-        self.reading.discard(attempt.key)
+        key = self._reader_key(decision, decision.commit.attempt)
+        self.reading.discard(key)
         try:
-            key = self.ctx.keys.readers(attempt) + self.ctx.home.node
             await self.ctx.transact(Txn(deletes=(key,)))
         except LedgerUnavailable as e:
             self.ctx.note("reader_stays", why=str(e))

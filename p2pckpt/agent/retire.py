@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from p2pckpt import records as r
 from p2pckpt.agent.context import RETRY_S, JobContext
-from p2pckpt.errors import LedgerUnavailable
+from p2pckpt.errors import LedgerForgot, LedgerUnavailable, StaleGenerationError
 from p2pckpt.jobstate import JobState
-from p2pckpt.ports import Compare, Put, Txn, absent, none_in, prefix_end, present
+from p2pckpt.ports import Put, Txn, absent, none_in, none_newer, prefix_end, present, value_is
 from p2pckpt.wire import pack
 
 RECENT_OUTCOMES = 8
@@ -55,7 +55,13 @@ def decide_retire(state: JobState, keep_last: int) -> list[Retirement]:
     current = state.current_lineage()
     if current is None or keep_last < 1:
         return []
-    newest = state.steps(current.lineage)[-keep_last:]
+    bad = state.quarantined()
+    good = [
+        step
+        for step in state.steps(current.lineage)
+        if state.commits[current.lineage, step].attempt.key not in bad
+    ]
+    newest = good[-keep_last:]
     if len(newest) < keep_last:
         return []
     because = tuple(state.keys.commit(current.lineage, step) for step in newest)
@@ -77,7 +83,8 @@ def retire_txn(state: JobState, due: Retirement, by: str) -> Txn:
     return Txn(
         compares=(
             state.same_ledger(),
-            state.same_generation(),
+            state.same_generation(_number(state)),
+            none_newer(keys.closings, state.revision),  # no lineage was opened on it meanwhile
             absent(keys.retired(attempt)),
             present(commit_key),
             none_in(readers, prefix_end(readers)),
@@ -90,7 +97,7 @@ def retire_txn(state: JobState, due: Retirement, by: str) -> Txn:
 
 def decide_trim(state: JobState) -> Trim | None:
     """How far the floor may rise: past decided attempts, but for the most recent ones."""
-    if state.generation is None:
+    if state.generation is None or not state.floor:
         return None
     number, keys = state.generation.number, state.keys
     floor_generation, floor_ordinal = (int(part) for part in state.floor.split("."))
@@ -110,6 +117,9 @@ def decide_trim(state: JobState) -> Trim | None:
     deletes += [keys.retirements + key for key in sorted(state.retired) if key < floor]
     current = state.current_lineage()
     for (generation, ballot), closed in sorted(state.closed.items()):
+        quarantines = closed.close is r.Close.BAD and closed.commit is not None
+        if quarantines and closed.commit and state.committed(closed.commit.attempt):
+            continue
         if generation < number and closed != current and not state.known_steps(closed.lineage):
             deletes.append(keys.closed(generation, ballot))
             deletes += [keys.report(generation, ballot, g) for g in range(pieces)]
@@ -119,7 +129,11 @@ def decide_trim(state: JobState) -> Trim | None:
 
 def trim_txn(state: JobState, trim: Trim) -> Txn:
     """The floor first; then, at most OPERATIONS at a time, what lies below it."""
-    compares: tuple[Compare, ...] = (state.same_ledger(), state.same_generation())
+    compares = (
+        state.same_ledger(),
+        state.same_generation(_number(state)),
+        value_is(state.keys.floor, state.floor.encode()),  # it never goes down
+    )
     return Txn(compares, (Put(state.keys.floor, trim.floor.encode()),), trim.deletes[:OPERATIONS])
 
 
@@ -131,16 +145,27 @@ async def retire(ctx: JobContext) -> None:
         if roster is None or not roster.leads(ctx.home.node):
             await ctx.until(lambda: not _due(ctx), OTHERS_AFTER_S)
         try:
-            for due in _due(ctx):
-                if await ctx.transact(retire_txn(ctx.state, due, ctx.home.node)):
-                    ctx.note("retired", attempt=due.commit.attempt.key, reason=due.reason)
-            await ctx.refresh()
-            if trim := decide_trim(ctx.state):
-                await ctx.transact(trim_txn(ctx.state, trim))
-                await ctx.refresh()
-        except LedgerUnavailable as e:
+            await _retire_due(ctx)
+        except (LedgerForgot, LedgerUnavailable, StaleGenerationError) as e:
             ctx.note("retire_later", why=str(e))
         await ctx.until(lambda: False, RETRY_S)
+
+
+async def _retire_due(ctx: JobContext) -> None:
+    """Judge and act on one listing: the mirror moves while transactions are under way."""
+    truth = await ctx.truth()
+    generation = truth.generation
+    for due in decide_retire(truth, generation.keep_last) if generation else []:
+        if await ctx.transact(retire_txn(truth, due, ctx.home.node)):
+            ctx.note("retired", attempt=due.commit.attempt.key, reason=due.reason)
+    truth = await ctx.truth()
+    if trim := decide_trim(truth):
+        await ctx.transact(trim_txn(truth, trim))
+    await ctx.refresh()
+
+
+def _number(state: JobState) -> int:
+    return state.generation.number if state.generation else 0
 
 
 def _due(ctx: JobContext) -> list[Retirement]:

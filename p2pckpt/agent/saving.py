@@ -50,6 +50,9 @@ class OwnAttempt:
 
     attempt: r.Attempt
     ranks: tuple[int, ...]
+    lineage: str | None = None
+    """Of the generation when the save began: a restore that closes meanwhile does not change it."""
+    outcome: r.Outcome | None = None
     slots: dict[int, Held] = field(default_factory=dict)
     done: dict[int, w.SlotDone] = field(default_factory=dict)
 
@@ -116,12 +119,21 @@ class Saving:
             self.ctx.home.holdings.writer_done(held)
         return w.Accepted()
 
+    async def _remember(self, own: OwnAttempt) -> None:
+        """Keep the outcome for trainers that ask when the ledger has forgotten it."""
+        attempt = own.attempt
+        await self.ctx.until(lambda: self._outcome(attempt) is not None, None)
+        own.outcome = self._outcome(attempt)
+
     async def status(self, call: w.SaveStatus) -> r.Record:
         """The outcome, waiting at most `wait_s`."""
         own = self._own(call.ordinal, call.step)
-        state_of = self._outcome
-        await self.ctx.until(lambda: state_of(own.attempt) is not None, min(call.wait_s, 60.0))
-        return w.SaveState(outcome=state_of(own.attempt))
+
+        def known() -> r.Outcome | None:
+            return own.outcome or self._outcome(own.attempt)
+
+        await self.ctx.until(lambda: known() is not None, min(call.wait_s, 60.0))
+        return w.SaveState(outcome=known())
 
     async def trainer_gone(self, trainer: TrainerId) -> None:
         """A process is dead: what it had not finished cannot be finished."""
@@ -159,7 +171,7 @@ class Saving:
                     ctx.home.holdings.seal(held, held.length, sealed.manifest_digest)
             ctx.note("sealed", attempt=attempt.key, holders=list(sealed.holders))
             await self._hand_in(attempt, roster, sealed)
-            await self._settle(attempt, roster)
+            await self._settle(own, roster)
         except CheckpointError as e:
             await ctx.abort(attempt, f"{ctx.home.node}: {type(e).__name__}: {e}")
         finally:
@@ -185,11 +197,11 @@ class Saving:
         )
         await hand_in(ctx, roster, piece, self.gathering, write, lambda: ctx.decided(attempt))
 
-    async def _settle(self, attempt: r.Attempt, roster: Roster) -> None:
+    async def _settle(self, own: OwnAttempt, roster: Roster) -> None:
         """Look at the group records until the attempt has its outcome; put it if we may."""
-        ctx = self.ctx
+        ctx, attempt = self.ctx, own.attempt
         leads = roster.leads(ctx.home.node)
-        lineage = await self._lineage(attempt.generation)
+        lineage = own.lineage or await self._fresh_lineage(attempt.generation)
         demand = Demand.of(roster.generation, ctx.home.config.min_spare)
         while not ctx.decided(attempt):
             await pause(ctx, leads, lambda: ctx.decided(attempt))
@@ -228,10 +240,10 @@ class Saving:
                 newest = ctx.state.steps(lineage)[-1]
                 await ctx.abort(attempt, f"step {newest} is committed: a lineage never goes back")
 
-    async def _lineage(self, generation: int) -> str:
-        """This generation's lineage; opens a fresh one if it saves before it restored."""
+    async def _fresh_lineage(self, generation: int) -> str:
+        """The lineage of a generation that saves before it restored: its ballot 0."""
         ctx = self.ctx
-        while (closed := ctx.state.lineage(generation)) is None:
+        while (closed := ctx.state.closed.get((generation, 0))) is None:
             record = r.Closed(
                 generation=generation,
                 ballot=0,
@@ -242,7 +254,8 @@ class Saving:
                 lineage=ctx.home.doors.ids.new(),
             )
             key = ctx.keys.closed(generation, 0)
-            compares = (ctx.state.same_ledger(), ctx.state.same_generation(), absent(key))
+            fence = ctx.state.same_generation(generation)
+            compares = (ctx.state.same_ledger(), fence, absent(key))
             await ctx.transact(Txn(compares, (Put(key, pack(record)),)))
             await ctx.refresh()
             self._check_generation(generation)
@@ -266,9 +279,12 @@ class Saving:
             raise StaleGenerationError(f"{ctx.home.node} has no rank in generation {generation}")
         own = self.open.get(attempt.key)
         if own is None:
-            for old in [a for a in self.open.values() if ctx.decided(a.attempt)][:-8]:
+            for old in [a for a in self.open.values() if ctx.decided(a.attempt)][:-64]:
                 del self.open[old.attempt.key]
-            own = self.open[attempt.key] = OwnAttempt(attempt, found[1].ranks)
+            closed = ctx.state.lineage(attempt.generation)
+            lineage = closed.lineage if closed and closed.ballot else None
+            own = self.open[attempt.key] = OwnAttempt(attempt, found[1].ranks, lineage)
+            ctx.home.spawn(f"outcome {attempt.key}", self._remember(own))
         return own
 
     def _check_generation(self, generation: int) -> None:

@@ -28,6 +28,9 @@ from p2pckpt.jobstate import JobState
 from p2pckpt.ports import Expected
 from p2pckpt.wire import unpack
 
+MANIFEST_PIECE_BYTES = 1024 * 1024
+"""Of one reply: peers' messages stay below 4 MiB, and bytes grow by a third as text."""
+
 
 def decide_offer(offer: w.PutOffer, state: JobState, cut_off: bool) -> str:
     """Why an offer is refused; "" if it may be granted."""
@@ -44,8 +47,8 @@ def decide_offer(offer: w.PutOffer, state: JobState, cut_off: bool) -> str:
         return f"generation {attempt.generation} is over, {state.generation.number} began"
     if attempt.key in state.outcomes or state.settled(attempt):
         return "the attempt is decided"
-    if min((*offer.lengths, offer.manifest_bytes - 1)) < 0:
-        return f"lengths {offer.lengths} and {offer.manifest_bytes}: need 0 or more, 1 or more"
+    if offer.index < 0 or min((*offer.lengths, offer.manifest_bytes - 1)) < 0:
+        return f"shard {offer.index}, {offer.lengths}, {offer.manifest_bytes}: need 0, 0, 1 or more"
     return ""
 
 
@@ -224,7 +227,9 @@ class Serving:
         packed = self.home.doors.arena.document(document_name(query.manifest_digest))
         if packed is None:
             return w.RefusedReply(reason=f"manifest {query.manifest_digest[:12]} is not held here")
-        return w.ManifestReply(packed=packed)
+        return w.ManifestReply(
+            total=len(packed), packed=packed[query.offset : query.offset + MANIFEST_PIECE_BYTES]
+        )
 
     async def get(self, query: w.GetRange) -> r.Record:
         """Write a range of a WHOLE file to the asker's grant."""

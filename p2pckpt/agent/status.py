@@ -43,8 +43,14 @@ async def status(home: Home, jobs: Mapping[str, HasContext]) -> dict[str, Any]:
         "cut_off": home.cut_off,
         "ram": {"budget_bytes": arena.budget_bytes, "used_bytes": arena.used_bytes},
         "members": await _members(home),
-        "jobs": {name: await _job(job.ctx) for name, job in sorted(jobs.items())},
+        "jobs": {n: await _job(job.ctx) for n, job in sorted(jobs.items()) if _is_here(job.ctx)},
     }
+
+
+def _is_here(ctx: JobContext) -> bool:
+    """Not so of a job that was cleaned: followed still, but there is nothing of it."""
+    there = ctx.state.ledger_id or not ctx.following
+    return bool(there or ctx.home.holdings.of_job(ctx.job))
 
 
 async def _members(home: Home) -> list[str] | None:

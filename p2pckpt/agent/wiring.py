@@ -30,7 +30,7 @@ from p2pckpt.backends.ucx_flow import Limits
 from p2pckpt.backends.workers import SystemIds, ThreadWorkers
 from p2pckpt.config import Config
 from p2pckpt.errors import ConfigError
-from p2pckpt.ports import Doors
+from p2pckpt.ports import Doors, ObjectStore
 
 Notes = Callable[[str, dict[str, Any]], None]
 
@@ -68,6 +68,7 @@ async def run_node(config: Config, socket: str, notes: Notes, stop: asyncio.Even
             workers,
             SystemIds(),
             notes,
+            await _objects(config, stack),
         )
         agent = Agent(config, doors, member_of(config, arena.store_id))
         running = asyncio.create_task(agent.run(), name="agent")
@@ -100,6 +101,29 @@ def member_of(config: Config, store_id: str) -> r.Member:
 async def _tell_ready(agent: Agent, socket: str, notes: Notes) -> None:
     await agent.ready.wait()
     notes("ready", {"node": agent.home.node, "socket": socket})
+
+
+async def _objects(config: Config, stack: AsyncExitStack) -> ObjectStore | None:
+    """The object store, if one is configured. Raises MissingDependency without boto3."""
+    place = config.s3_place
+    if place is None:
+        return None
+    from p2pckpt.backends.s3 import Place, S3Objects
+
+    workers = ThreadWorkers(config.s3_workers)
+    stack.callback(workers.close)
+    objects = S3Objects(
+        Place(
+            *place,
+            endpoint=config.s3_endpoint,
+            region=config.s3_region,
+            addressing=config.s3_addressing,
+            timeout_s=config.s3_timeout_s,
+        ),
+        workers,
+    )
+    stack.push_async_callback(objects.close)
+    return objects
 
 
 def _etcd(config: Config) -> Etcd:

@@ -20,7 +20,9 @@ from p2pckpt.cli.output import EXIT_DONE, EXIT_FAILED, finish, json_option
 @click.option("--nodes", default=6, show_default=True, help="Nodes, each with its own agent.")
 @click.option("--racks", default=3, show_default=True, help="Failure domains of the nodes.")
 @click.option("--layout", default="rs:2,1", show_default=True, help="rs:k,m or copies:r.")
-@click.option("--kill", default=0, help="Instead: kill an owner and so many less one holders.")
+@click.option(
+    "--kill", default=0, metavar="N", help="Only one kill: an owner and N-1 of its holders at once."
+)
 @click.option("--ranks-per-node", default=1, show_default=True)
 @click.option("--steps", default=120, show_default=True, help="Train at least so far.")
 @click.option("--every", default=5, show_default=True, help="Steps between saves.")

@@ -90,7 +90,7 @@ class Options:
         """The kinds of strike, in order."""
         if self.self_test:
             return ("trainer", "shards")
-        return (f"kill {self.kill}",) if self.kill else DEFAULT
+        return ("owner and holders",) if self.kill else DEFAULT
 
 
 def play(options: Options, console: Console) -> Summary:

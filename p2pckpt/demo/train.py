@@ -78,7 +78,8 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         seen = f.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.out(seen.transpose(1, 2).reshape(batch, context, WIDTH)))
-        return x + self.dropout(self.mlp(self.norms[1](x)))
+        out: torch.Tensor = x + self.dropout(self.mlp(self.norms[1](x)))
+        return out
 
 
 class Gpt(nn.Module):

@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.config import Config
@@ -91,11 +93,8 @@ async def fetch_manifest(job: Fetching) -> r.Manifest:
     )
     for node in dict.fromkeys(nodes):
         try:
-            address = job.members[node].peers_address
-            reply = await job.doors.peers.call(address, query, job.config.peer_timeout_s)
-            if not isinstance(reply, w.ManifestReply):
-                raise Refused(getattr(reply, "reason", type(reply).__name__))
-            manifest = open_manifest(reply.packed, job.share.manifest_digest)
+            packed = await _packed_manifest(job, job.members[node], query)
+            manifest = open_manifest(packed, job.share.manifest_digest)
             if manifest.attempt != job.attempt:
                 raise IntegrityError(f"manifest is of attempt {manifest.attempt.key}")
             return manifest
@@ -112,6 +111,19 @@ async def fetch_manifest(job: Fetching) -> r.Manifest:
         f"manifest {job.share.manifest_digest[:12]} of {job.share.node}: no right copy; "
         + "; ".join(job.refused[-4:])
     )
+
+
+async def _packed_manifest(job: Fetching, member: r.Member, query: w.GetManifest) -> bytes:
+    """A node's copy of a manifest, piece by piece. Raises Refused or PeerUnreachable."""
+    packed, total = b"", 1
+    while len(packed) < total:
+        query = structs.replace(query, offset=len(packed))
+        timeout_s = job.config.peer_timeout_s
+        reply = await job.doors.peers.call(member.peers_address, query, timeout_s)
+        if not isinstance(reply, w.ManifestReply) or not reply.packed:
+            raise Refused(getattr(reply, "reason", f"{type(reply).__name__} without bytes"))
+        packed, total = packed + reply.packed, reply.total
+    return packed
 
 
 async def fetch_data(job: Fetching, manifest: r.Manifest, target: Region) -> set[int]:

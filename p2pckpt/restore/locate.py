@@ -150,12 +150,12 @@ def decide_restore(facts: Facts, step: int | None, world_size: int) -> Finding:
         return _nothing(facts, step)
     reasons: list[str] = []
     for commit in tries:
-        if commit.world_size != world_size:
+        if commit.world_size != world_size:  # an older step of another size is no answer either
             reasons.append(
                 f"step {commit.attempt.step} was saved by {commit.world_size} ranks, "
                 f"this launch has {world_size}"
             )
-            continue
+            break
         why = unprovable(commit, facts)
         if not why:
             passed = f"; newer ones are not provable: {'; '.join(reasons)}" if reasons else ""
@@ -163,7 +163,7 @@ def decide_restore(facts: Facts, step: int | None, world_size: int) -> Finding:
                 r.Choice.RESTORE, f"step {commit.attempt.step} is provable{passed}", commit
             )
         reasons += why
-        if facts.patient or facts.silent:
+        if facts.patient:
             return Finding(None, "; ".join(why[:3]))
     return Finding(r.Choice.UNPROVEN, "; ".join(reasons[:6]))
 
@@ -171,18 +171,22 @@ def decide_restore(facts: Facts, step: int | None, world_size: int) -> Finding:
 def _nothing(facts: Facts, step: int | None) -> Finding:
     state = facts.state
     if facts.silent:
-        return Finding(None, f"agents {list(facts.silent)[:5]} have not answered")
+        reason = f"agents {list(facts.silent)[:5]} have not answered"
+        return Finding(None if facts.patient else r.Choice.UNPROVEN, reason)
     commits = state.known_commits()
     if step is not None and commits:
         steps = sorted(s for _, s in commits)
         return Finding(r.Choice.UNPROVEN, f"step {step} is not committed; committed: {steps[-8:]}")
     if commits:
         return Finding(r.Choice.UNPROVEN, f"no current lineage, but commits {sorted(commits)[:4]}")
+    number = state.generation.number if state.generation else 0
     strangers = [
-        f"{node} holds step {f.attempt.step} of ledger {f.attempt.ledger_id[:8]}"
+        f"{node} holds step {f.attempt.step} of generation {f.attempt.generation}, "
+        f"ledger {f.attempt.ledger_id[:8]}"
         for node in sorted(facts.answers)
         for f in facts.answers[node].files
-        if f.attempt.ledger_id != state.ledger_id
+        if f.attempt.ledger_id not in {state.ledger_id, *state.cleaned}
+        or f.attempt.generation > number  # the ledger went back
     ]
     if strangers:
         return Finding(
@@ -232,11 +236,11 @@ def decide_close(
         )
 
     reports = [report for group in groups for report in group.reports]
-    failed = {rank: why for report in reports for rank, why in report.failed}
-    if any(report.failed and not report.retryable for report in reports):
-        return closed(r.Close.BAD, f"ranks {sorted(failed)[:8]}: {next(iter(failed.values()))}")
-    if failed:
-        return closed(r.Close.RETRY, f"ranks {sorted(failed)[:8]}: {next(iter(failed.values()))}")
+    for close, retryable in ((r.Close.BAD, False), (r.Close.RETRY, True)):
+        failed = dict(f for rep in reports if rep.retryable is retryable for f in rep.failed)
+        if failed:
+            why = next(iter(failed.values()))
+            return closed(close, f"ranks {sorted(failed)[:8]}: {why}")
     if len({g.group for g in groups}) == pieces:
         return closed(r.Close.OK, "all ranks verified and loaded")
     return closed(r.Close.RETRY, "not all ranks reported in time") if overdue else None

@@ -67,7 +67,7 @@ def decide_commit(
     degraded = []
     for share in shares:
         own = share.store_id in living_stores
-        held = sum(1 for store in share.holders if store in living_stores)
+        held = len({store for store in share.holders if store in living_stores})
         if held == demand.layout.shards and own:
             continue
         if held + own < demand.layout.k + demand.min_spare:
@@ -97,8 +97,8 @@ def commit_txn(
 ) -> Txn:
     """COMMIT, if nothing of what was judged has changed.
 
-    ``state`` gives ledger id and generation revision as the attempt's writer knows them; the
-    generation must be the attempt's own (callers check; a newer one makes the compare fail).
+    ``state`` gives ledger id and generation revision as the attempt's writer knows them. Raises
+    StaleGenerationError if it knows of a newer generation than the attempt's.
     """
     assert state.generation is not None
     keys, before = state.keys, state.latest()
@@ -114,7 +114,7 @@ def commit_txn(
     return Txn(
         compares=(
             state.same_ledger(),
-            state.same_generation(),
+            state.same_generation(attempt.generation),
             state.undecided(attempt),
             state.no_step_from(outcome.lineage, attempt.step),
             state.above_floor(attempt),
@@ -145,7 +145,7 @@ def group_txn(state: JobState, record: r.GroupRecord) -> Txn:
     return Txn(
         compares=(
             state.same_ledger(),
-            state.same_generation(),
+            state.same_generation(record.attempt.generation),
             state.undecided(record.attempt),
             state.above_floor(record.attempt),
             absent(key),

@@ -30,7 +30,18 @@ from p2pckpt import records as r
 from p2pckpt.coding.checksum import verify_chunks
 from p2pckpt.errors import FormatError, IntegrityError
 from p2pckpt.jobstate import JobState
-from p2pckpt.ports import Compare, Pending, Put, Stored, Txn, absent, none_in, prefix_end, present
+from p2pckpt.ports import (
+    Compare,
+    Pending,
+    Put,
+    Stored,
+    Txn,
+    absent,
+    none_in,
+    none_newer,
+    prefix_end,
+    present,
+)
 from p2pckpt.wire import pack
 
 KEPT_DUE = 4
@@ -270,10 +281,16 @@ def offloaded_txn(state: JobState, commit: r.Commit, data: bytes, by: str) -> Tx
 
 
 def drop_txn(state: JobState, commit: r.Commit, by: str, reason: str) -> Txn:
-    """The step is given up; nobody waits for it any more."""
+    """The step is given up, nobody waits for it any more; unless another was given up or went out
+    since `state` was read, which may have made it needless."""
+    keys = state.keys
     record = r.OffloadDropped(attempt=commit.attempt, by=by, reason=reason)
-    put = Put(state.keys.offload_dropped(commit.attempt), pack(record))
-    return Txn(_open(state, commit.attempt), (put,))
+    fresh = (
+        none_newer(keys.offload_drops, state.revision),
+        none_newer(keys.offloads, state.revision),
+    )
+    put = Put(keys.offload_dropped(commit.attempt), pack(record))
+    return Txn((*_open(state, commit.attempt), *fresh), (put,))
 
 
 def _open(state: JobState, attempt: r.Attempt) -> tuple[Compare, ...]:
@@ -324,7 +341,7 @@ def removal_txn(state: JobState, removal: Removal, by: str) -> Txn:
     return Txn(
         compares=(
             state.same_ledger(),
-            state.same_generation(),
+            state.same_generation(state.generation.number if state.generation else 0),
             present(keys.offloaded(attempt)),
             absent(keys.offload_retired(attempt)),
             none_in(readers, prefix_end(readers)),

@@ -132,7 +132,8 @@ async def send_shard(
         manifest_bytes=share.manifest_region.length,
         manifest_digest=share.digest,
     )
-    grant = await doors.peers.call(holder.peers_address, offer, config.peer_timeout_s)
+    # A holder that has no free file clears a new one first: as slow as sending, and slower.
+    grant = await doors.peers.call(holder.peers_address, offer, timeout_s)
     if isinstance(grant, w.RefusedReply):
         if grant.room_need:
             raise NoRoom(f"{holder.node}: needs {grant.room_need} bytes, has {grant.room_have}")

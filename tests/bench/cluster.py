@@ -21,8 +21,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from multiprocessing.context import ForkServerProcess
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,15 @@ class Cluster:
             if node.agent.poll() is not None or time.monotonic() > end:
                 raise BenchError(f"{node.name} is not ready: {node.log.read_text()[-2000:]}")
             time.sleep(0.02)
+
+    def await_notes(self, event: str, count: int) -> None:
+        """Until every node has told of something so often. Raises BenchError."""
+        end = time.monotonic() + READY_S
+        for node in self.nodes:
+            while (found := len(self.notes(node, event))) < count:
+                if time.monotonic() > end:
+                    raise BenchError(f"{node.name}: {event} {found} times, needs {count}")
+                time.sleep(0.02)
 
     def notes(self, node: Node, event: str) -> list[dict[str, Any]]:
         """What an agent told of one kind, oldest first."""

@@ -22,11 +22,11 @@ import torch
 
 import p2pckpt
 from p2pckpt.coding.checksum import chunk_table, copy_and_check
+from tests.bench import parts
 from tests.bench import state as states
 
 WAIT_S = 120.0
 CHUNK_BYTES = 256 * 1024
-SEND_BYTES = 4 << 20
 
 
 class Rank:
@@ -115,15 +115,17 @@ class Rank:
 
     def check_and_copy(self) -> float:
         """Seconds of a copy that checks every chunk on its way."""
-        pairs = []
-        for target, source in self._copy._pairs:
-            pairs.append((states.raw(target), states.raw(source)))
+        pairs = [(states.raw(target), states.raw(source)) for target, source in self._copy.pairs]
         tables = [chunk_table(source, CHUNK_BYTES) for _, source in pairs]
         self.copy()
         begun = time.perf_counter()
         for (target, source), table in zip(pairs, tables, strict=True):
             assert not copy_and_check(target, source, CHUNK_BYTES, table)
         return time.perf_counter() - begun
+
+    def code(self, k: int, m: int) -> float:
+        """Seconds to code and check the state's bytes if none had to be fetched from memory."""
+        return parts.kernel_seconds(k, m, self._copy.bytes)
 
     def listen(self) -> int:
         """The port of a listening socket on loopback."""
@@ -139,10 +141,10 @@ class Rank:
         self._listener.close()
         source, target = (states.raw(t) for t in reversed(self._largest()))
         size = self._copy.bytes
-        sender = threading.Thread(target=send_bytes, args=(out, source, size if sends else 0))
+        sender = threading.Thread(target=parts.send_bytes, args=(out, source, size if sends else 0))
         begun = time.perf_counter()
         sender.start()
-        receive_bytes(into, target, size if receives else 0)
+        parts.receive_bytes(into, target, size if receives else 0)
         sender.join()
         seconds = time.perf_counter() - begun
         out.close()
@@ -150,23 +152,7 @@ class Rank:
         return seconds
 
     def _largest(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return max(self._copy._pairs, key=lambda pair: pair[1].nbytes)
-
-
-def send_bytes(sock: socket.socket, source: np.ndarray, size: int) -> None:
-    """Send `size` bytes from `source`, round and round."""
-    sent = 0
-    while sent < size:
-        at = sent % len(source)
-        sent += sock.send(source[at : min(at + SEND_BYTES, at + size - sent)])
-
-
-def receive_bytes(sock: socket.socket, target: np.ndarray, size: int) -> None:
-    """Receive `size` bytes into `target`, round and round."""
-    got = 0
-    while got < size:
-        at = got % len(target)
-        got += sock.recv_into(target[at : min(at + SEND_BYTES, at + size - got)])
+        return max(self._copy.pairs, key=lambda pair: pair[1].nbytes)
 
 
 def serve(pipe: Connection, rank: int, scale: float, seed: int | None, log: Path) -> None:

@@ -93,12 +93,12 @@ class Copy:
     """The measure of everything: `torch.copy_` of all tensors into memory that is warm."""
 
     def __init__(self, state: dict[str, Any]) -> None:
-        self._pairs = [(torch.zeros_like(t).fill_(1), t) for t in tensors(state)]
-        self.bytes = sum(t.nbytes for _, t in self._pairs)
+        self.pairs = [(torch.zeros_like(t).fill_(1), t) for t in tensors(state)]
+        self.bytes = sum(t.nbytes for _, t in self.pairs)
 
     def seconds(self) -> float:
         """Of one copy."""
         begun = time.perf_counter()
-        for target, source in self._pairs:
+        for target, source in self.pairs:
             target.copy_(source)
         return time.perf_counter() - begun

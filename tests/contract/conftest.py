@@ -25,6 +25,11 @@ def transports(request):
     return harness.TRANSPORTS[request.param]
 
 
+@pytest.fixture(params=sorted(harness.OBJECTS))
+def stores(request):
+    return harness.OBJECTS[request.param]
+
+
 @pytest.fixture(params=sorted(harness.TRAINERS))
 def trainers(request):
     return harness.TRAINERS[request.param]

@@ -14,6 +14,7 @@ import asyncio
 import atexit
 import functools
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -31,10 +32,12 @@ from p2pckpt.backends.inproc.cluster import FakeCluster
 from p2pckpt.backends.peers import GrpcPeers
 from p2pckpt.backends.trainers import SocketTrainers
 from p2pckpt.backends.ucx import UcxTransport
+from p2pckpt.backends.workers import ThreadWorkers
 from p2pckpt.ports import (
     Arena,
     Ledger,
     Membership,
+    ObjectStore,
     Peers,
     Region,
     TrainerId,
@@ -105,6 +108,17 @@ class TransportRig:
     b: Transport
     a_arena: Arena
     b_arena: Arena
+
+
+@dataclass(frozen=True)
+class ObjectsRig:
+    """Two clients of one empty object store. An object of BIG_BYTES goes in several parts."""
+
+    a: ObjectStore
+    b: ObjectStore
+
+
+BIG_BYTES = 12 * 1024 * 1024 + 4321
 
 
 class Trainer:
@@ -435,6 +449,54 @@ async def ucx_transport():
                 arena.close()
 
 
+# -- object stores --------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def inproc_objects():
+    """Two doors of a `FakeBucket`."""
+    cluster = FakeCluster(seed=1)
+    cluster.add_bucket()
+    a, b = (cluster.node(name, budget_bytes=1 << 20).doors().objects for name in ("a", "b"))
+    yield ObjectsRig(a, b)
+
+
+@functools.cache
+def real_s3():
+    """One SeaweedFS for all stories of this process; it ends with the process."""
+    from p2pckpt.backends.seaweed import Seaweed
+
+    place = tempfile.TemporaryDirectory(prefix="p2pckpt-contract-")
+    server = Seaweed.start(Path(place.name))
+    atexit.register(place.cleanup)
+    atexit.register(server.close)  # first: what is registered last
+    os.environ.update(server.environment)
+    return server
+
+
+@asynccontextmanager
+async def s3_objects():
+    """Two clients of a real S3 server, below a prefix of their own; parts of 5 MiB."""
+    from p2pckpt.backends.s3 import Place, S3Objects
+
+    server = real_s3()
+    place = Place(
+        server.bucket, f"runs/{os.urandom(8).hex()}", server.endpoint, part_bytes=5 * 1024 * 1024
+    )
+    workers = ThreadWorkers(4)
+    a, b = S3Objects(place, workers), S3Objects(place, workers)
+    try:
+        yield ObjectsRig(a, b)
+    finally:
+        await a.close()
+        await b.close()
+        workers.close()
+
+
+OBJECTS = {
+    "inproc": Backend(inproc_objects, play_virtual),
+    "s3": Backend(s3_objects, asyncio.run),
+}
 LEDGERS = {
     "inproc": Backend(inproc_ledger, play_virtual),
     "etcd": Backend(etcd_ledger, asyncio.run),

@@ -20,7 +20,7 @@ from p2pckpt.agent.daemon import Agent
 from p2pckpt.backends.inproc.cluster import FakeCluster
 from p2pckpt.coding.checksum import verify_chunks
 from p2pckpt.config import Config
-from p2pckpt.errors import AgentUnreachable, CheckpointError, IntegrityError, NotSeated
+from p2pckpt.errors import AgentUnreachable, CheckpointError, IntegrityError, NotSeated, SaveAborted
 from p2pckpt.jobstate import JobState
 from p2pckpt.wire import unpack
 from simulations import clock
@@ -84,7 +84,7 @@ class Heard(list):
 
 
 class ToldLedger:
-    """A ledger door that tells of a transaction before it is sent."""
+    """A ledger door that tells of a transaction before it is sent, and may have to hold it."""
 
     def __init__(self, door, tell):
         self._door, self._tell = door, tell
@@ -93,7 +93,8 @@ class ToldLedger:
         return getattr(self._door, name)
 
     async def transact(self, txn):
-        self._tell(txn)
+        for gate in self._tell(txn):
+            await gate.wait()
         return await self._door.transact(txn)
 
 
@@ -128,8 +129,8 @@ class Stage:
         doors = node.doors()
 
         def tell(txn):
-            for listener in self.before_txn:
-                listener(name, txn)
+            gates = [listener(name, txn) for listener in list(self.before_txn)]
+            return [gate for gate in gates if gate is not None]
 
         doors = replace(doors, ledger=ToldLedger(doors.ledger, tell))
         member = r.Member(name, node.host, doors.arena.store_id, "", "", "", node.domains)
@@ -162,16 +163,30 @@ class Stage:
 
         self.heard.traps.append((matches, do))
 
-    def before_commit(self, node, do):
-        """Do something when a node is about to send a COMMIT, once."""
+    def before_commit(self, node, do, prefix="state/commit/"):
+        """Do something when a node is about to send a COMMIT (or another record), once; if it
+        returns an event, the transaction waits for that."""
 
         def listen(name, txn):
-            commits = any(put.key.startswith(r.JobKeys(JOB).commits) for put in txn.puts)
-            if name == node and commits and listen in self.before_txn:
+            if name == node and any(p.key.startswith(r.JobKeys(JOB).root + prefix) for p in txn.puts):
                 self.before_txn.remove(listen)
-                do()
+                return do()
+            return None
 
         self.before_txn.append(listen)
+
+    def hold_commit(self, node):
+        """The node's next COMMIT stays on its way until the event is set."""
+        gate = asyncio.Event()
+        self.before_commit(node, lambda: gate)
+        return gate
+
+    def fill(self, *names):
+        """Somebody else takes what is left of a node's budget."""
+        for name in names:
+            store, node = self.nodes[name].store, self.nodes[name]
+            used = sum(len(held) for held in store.files.values())
+            store.files["ballast"] = bytearray(node.budget_bytes - used)
 
     # -- what is seen from outside ----------------------------------------------------------------
 
@@ -284,13 +299,16 @@ class Rank:
         launch.generation = (await self.trainer.call(call)).generation
 
     async def write(self, ordinal, step, image=None):
-        """Snapshot a step into a slot; the agent's reply if there is none."""
+        """Snapshot a step into a slot; what came of it."""
         image = content(self.rank, step, self.launch.job) if image is None else image
-        reply = await self.call(w.OpenSlot(ordinal, step, len(image)))
-        if not isinstance(reply, w.Slot):
-            return reply
-        self.trainer.view(reply.file, len(image))[:] = image
-        return await self.call(w.SlotDone(ordinal, step, len(image), f'{{"step":{step}}}'))
+        try:
+            reply = await self.call(w.OpenSlot(ordinal, step, len(image)))
+            if not isinstance(reply, w.Slot):
+                return reply
+            self.trainer.view(reply.file, len(image))[:] = image
+            return await self.call(w.SlotDone(ordinal, step, len(image), f'{{"step":{step}}}'))
+        except (AgentUnreachable, SaveAborted) as e:
+            return e  # the save of this rank failed, and training goes on
 
     async def outcome(self, ordinal, step, timeout_s=120.0):
         """Wait for the end of a save, over restarts of the agent."""
@@ -370,8 +388,12 @@ class Launch:
 
     async def outcome(self, ordinal, step, timeout_s=120.0):
         """How it ended: all living ranks are told the same."""
-        living = [rank for rank in self.ranks if rank.trainer.alive]
-        told = await asyncio.gather(*(x.outcome(ordinal, step, timeout_s) for x in living))
+        waits = [rank.outcome(ordinal, step, timeout_s) for rank in self.ranks]
+        told = await asyncio.gather(*waits, return_exceptions=True)
+        told = [x for rank, x in zip(self.ranks, told, strict=True) if rank.trainer.alive]
+        assert told, "no rank lives"
+        if failures := [x for x in told if isinstance(x, BaseException)]:
+            raise failures[0]
         assert len({(o.verdict, o.lineage) for o in told}) == 1, told
         assert {o.attempt.step for o in told} == {step}
         return told[0]

@@ -168,15 +168,17 @@ class _GuardedHandler:
         self._life = life
 
     async def on_call(self, trainer: TrainerId, request: Record) -> Record:
-        return await self._life.run(_coroutine(self._handler.on_call(trainer, request)))
+        async def work() -> Record:
+            return await self._handler.on_call(trainer, request)
+
+        return await self._life.run(work())
 
     async def on_gone(self, trainer: TrainerId) -> None:
-        await self._life.run(_coroutine(self._handler.on_gone(trainer)))
+        async def work() -> None:
+            await self._handler.on_gone(trainer)
+
+        await self._life.run(work())
 
 
 def _name(call: Coroutine[Any, Any, Any]) -> str:
     return str(getattr(call, "__qualname__", call))
-
-
-async def _coroutine(work: Coroutine[Any, Any, T]) -> T:
-    return await work

@@ -1,0 +1,351 @@
+"""Questions of people's commands, over the same socket as the trainers, without a join.
+
+    jobs -> all jobs of the ledger      step -> all of one committed step, and who holds what now
+    verify -> one file, read again      export -> one rank's snapshot as a file of this node
+
+Whoever asked for a step is a visitor: a reader's record under this agent's lease keeps the step
+from retirement until the visitor's process is gone, and what was brought for it is given back then
+(or when it says that it is done). So an interrupted command leaves nothing behind.
+
+Contract: nothing here changes what is stored, but for the reader's record. An export prefers the
+node's own slot, after it was read and was right; else the restore pipeline brings the rank into a
+staging file that is never taken for a copy. Every wait has the deadlines of its bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.agent.cleaning import clean, known_jobs
+from p2pckpt.agent.context import RETRY_S, Home, JobContext
+from p2pckpt.agent.deciding import ask_all, groups_of
+from p2pckpt.agent.holdings import Held, Want, document_name
+from p2pckpt.agent.status import redundancy
+from p2pckpt.errors import (
+    AmbiguousAnswer,
+    CheckpointError,
+    IntegrityError,
+    LedgerUnavailable,
+    SourcesAway,
+    UsageError,
+)
+from p2pckpt.jobstate import JobState
+from p2pckpt.ports import Put, Region, TrainerId, Txn, absent
+from p2pckpt.restore.fetch import Fetching, fetch_manifest
+from p2pckpt.restore.locate import Facts, Sources, candidates, sources_of
+from p2pckpt.restore.pipeline import restore_rank
+from p2pckpt.restore.verify import bad_chunks, open_manifest, snapshot_table
+from topology.cluster import TopologyError
+
+Question = (
+    w.JobsQuery
+    | w.StepQuery
+    | w.GetManifest
+    | w.VerifyCall
+    | w.ExportCall
+    | w.ExportDone
+    | w.CleanCall
+)
+
+
+@dataclass
+class Visit:
+    """What one asking process has: its step, the reader's record, files brought for it."""
+
+    steps: dict[r.Attempt, w.StepReply] = field(default_factory=dict)
+    readers: dict[str, JobContext] = field(default_factory=dict)
+    files: dict[str, Held] = field(default_factory=dict)
+
+
+def choose_job(given: str, known: Iterable[str]) -> str:
+    """The job that is meant: "uid.name", or "" where there is only one.
+
+    Raises UsageError naming what there is.
+    """
+    jobs = sorted(set(known))
+    found = [job for job in jobs if given in (job, "")]
+    if len(found) == 1:
+        return found[0]
+    what = f"job {given!r} is not known" if given else "which job? --job was not given"
+    raise UsageError(f"{what}; there are: {', '.join(jobs[:16]) or 'none'}")
+
+
+def find_commit(state: JobState, step: int | None) -> r.Commit | str:
+    """The commit of a step (None: the latest) whose bytes are in RAM; else why there is none."""
+    if step is None:
+        latest = state.latest()
+        step = latest.attempt.step if latest is not None else None
+    tries = [c for c in candidates(state, step) if state.committed(c.attempt)]
+    tries += [c for _, c in sorted(state.commits.items()) if c.attempt.step == step]
+    if step is not None and tries:
+        return tries[0]
+    steps = sorted({s for _, s in state.commits})
+    held = f"committed: {steps[-16:]}" if steps else "no step is committed"
+    if any(o.commit.attempt.step == step for o in state.offloaded.values()):
+        held += f"; step {step} is in the object store only"
+    return f"job {state.keys.job}, step {'latest' if step is None else step}: {held}"
+
+
+def pieces_of(
+    manifest: r.Manifest, kind: r.FileKind, part: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """(rank, shard, offset, length) of all shards' pieces in one slot or shard file."""
+    if kind is r.FileKind.SHARD:
+        for e in manifest.ranks:
+            length = e.stored_bytes(part, manifest.layout.k)
+            yield e.rank, part, manifest.shard_offset(e.rank, part), length
+        return
+    entry = manifest.of_rank(part)
+    for shard in range(manifest.layout.k):
+        length = entry.stored_bytes(shard, manifest.layout.k)
+        yield part, shard, min(shard * entry.shard_bytes, entry.length), length
+
+
+class Asking:
+    """The questions of one agent. ``context`` finds or makes the context of a job."""
+
+    def __init__(self, home: Home, context: Callable[[str], Awaitable[JobContext]]) -> None:
+        self.home = home
+        self.context = context
+        self.visits: dict[TrainerId, Visit] = {}
+
+    async def answer(self, who: TrainerId, question: Question) -> r.Record:
+        """One question. Raises CheckpointError."""
+        visit = self.visits.setdefault(who, Visit())
+        match question:
+            case w.JobsQuery():
+                return w.JobsReply(json.dumps(await self._jobs()))
+            case w.StepQuery():
+                return await self._step(who, visit, question)
+            case w.GetManifest():
+                return await self._manifest(visit, question)
+            case w.VerifyCall():
+                return await self._verify(question)
+            case w.ExportCall():
+                return await self._export(visit, question)
+            case w.CleanCall():
+                return await clean(await self.context(question.job), question.dry_run)
+            case w.ExportDone():
+                self._give_back(visit, question.file)
+                return w.Accepted()
+
+    async def gone(self, who: TrainerId) -> None:
+        """The process is gone: what it had is given back, its readers' records for certain."""
+        visit = self.visits.pop(who, Visit())
+        for file in list(visit.files):
+            self._give_back(visit, file)
+        for key, ctx in visit.readers.items():
+            self.home.spawn(f"reader {key}", _forget_reader(ctx, key))
+
+    # -- what there is ----------------------------------------------------------------------------
+
+    async def _choose(self, given: str) -> str:
+        """The job that is meant: of those with bytes here first, then of all."""
+        held = set(self._held())
+        if given in held or (not given and len(held) == 1):
+            return choose_job(given, held)
+        return choose_job(given, {*held, *await known_jobs(self.home)})
+
+    def _held(self) -> dict[str, int]:
+        out: dict[str, int] = {}
+        for held in self.home.holdings:
+            if held.attempt is not None:
+                out[held.job] = out.get(held.job, 0) + held.length
+        return out
+
+    async def _jobs(self) -> dict[str, object]:
+        states, held = await known_jobs(self.home), self._held()
+        out: dict[str, object] = {}
+        for job in sorted({*states, *held}):
+            state = states.get(job)
+            generation = state.generation if state else None
+            latest = state.latest() if state else None
+            out[job] = {
+                "generation": generation.number if generation else None,
+                "world_size": generation.world_size if generation else None,
+                "layout": str(generation.layout) if generation else None,
+                "latest": latest.attempt.step if latest else None,
+                "held_bytes": held.get(job, 0),
+                "in_ledger": state is not None,
+            }
+        return out
+
+    async def _step(self, who: TrainerId, visit: Visit, query: w.StepQuery) -> r.Record:
+        ctx = await self.context(await self._choose(query.job))
+        commit = find_commit(await ctx.refresh(), query.step)
+        if isinstance(commit, str):
+            return w.RefusedReply(reason=commit)
+        await self._register(who, visit, ctx, commit.attempt)
+        held, silent = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
+        try:
+            losses = await redundancy(ctx, commit)
+        except TopologyError as e:
+            losses = {"why": str(e)}
+        groups = tuple(await groups_of(ctx, commit.attempt))
+        reply = w.StepReply(ctx.job, commit, groups, held, tuple(silent), json.dumps(losses))
+        visit.steps[commit.attempt] = reply
+        return reply
+
+    async def _register(
+        self, who: TrainerId, visit: Visit, ctx: JobContext, attempt: r.Attempt
+    ) -> None:
+        """A reader's record of this visitor's own. Raises SourcesAway, LedgerUnavailable."""
+        if self.home.session is None:
+            raise LedgerUnavailable(f"{self.home.node}: no session with the ledger now")
+        key = f"{ctx.keys.readers(attempt)}{self.home.node}.{who.pid}"
+        visit.readers[key] = ctx
+        there = absent(ctx.keys.retired(attempt))
+        compares = (ctx.state.same_ledger(), ctx.state.not_cleaned(), there)
+        await ctx.transact(Txn(compares, (Put(key, b"1", self.home.session),)))
+        if await self.home.doors.ledger.get(key) is None:
+            raise SourcesAway(f"step {attempt.step} went before it could be read; ask again")
+
+    async def _manifest(self, visit: Visit, query: w.GetManifest) -> r.Record:
+        """A share's manifest, from here or from whoever has a right copy."""
+        reply = _visited(visit, query.attempt)
+        packed = self.home.doors.arena.document(document_name(query.manifest_digest))
+        if packed is not None:
+            try:
+                open_manifest(packed, query.manifest_digest)
+                return w.ManifestReply(len(packed), packed)
+            except CheckpointError as e:
+                self.home.doors.notes("manifest_wrong", {"why": str(e)})
+        share = _share(reply, lambda s: s.node == query.owner)
+        try:
+            manifest = await fetch_manifest(await self._fetching(reply, share, share.ranks[0]))
+        except IntegrityError as e:
+            return w.RefusedReply(reason=str(e))
+        packed = w.pack(manifest)
+        return w.ManifestReply(len(packed), packed)
+
+    # -- verify -----------------------------------------------------------------------------------
+
+    async def _verify(self, call: w.VerifyCall) -> r.Record:
+        """Have the node look that holds the file."""
+        members = (await self.home.living(self.home.config.keepalive_s)).members
+        if call.node not in members:
+            return w.RefusedReply(reason=f"the agent of {call.node} does not live")
+        config, address = self.home.config, members[call.node].peers_address
+        timeout_s = config.silent_holder_s + call.query.length / config.floor_bytes_per_s
+        return await self.home.doors.peers.call(address, call.query, timeout_s)
+
+    async def check(self, query: w.VerifyQuery) -> r.Record:
+        """A peer's question: read one file of this node again, piece by piece, on the workers."""
+        owner = query.owner if query.kind is r.FileKind.SHARD else None
+        held = self.home.holdings.find(query.attempt, query.kind, query.part, owner)
+        if held is None or held.manifest_digest != query.manifest_digest:
+            return w.RefusedReply(reason=f"{query.kind} {query.part} is not held")
+        packed = self.home.doors.arena.document(document_name(query.manifest_digest))
+        if packed is None:
+            raise IntegrityError(f"manifest {query.manifest_digest[:12]} is not beside its bytes")
+        return w.VerifyReply(await self._bad(held, open_manifest(packed, query.manifest_digest)))
+
+    async def _bad(self, held: Held, manifest: r.Manifest) -> tuple[w.BadPiece, ...]:
+        bad = []
+        for rank, shard, offset, length in pieces_of(manifest, held.kind, held.part):
+            chunks = list(range(-(-length // manifest.chunk_bytes)))
+            if offset + length <= held.length:
+                view = self.home.holdings.view(held, offset, length)
+                work = partial(bad_chunks, manifest, rank, shard, view)
+                chunks = await self.home.doors.workers.run(work, length)
+            if chunks:
+                bad.append(w.BadPiece(rank, shard, tuple(chunks)))
+        return tuple(bad)
+
+    # -- export -----------------------------------------------------------------------------------
+
+    async def _export(self, visit: Visit, call: w.ExportCall) -> r.Record:
+        """One rank's snapshot as a file here. Raises RestoreFailed naming what is lacking."""
+        reply, rank = _visited(visit, call.attempt), call.rank
+        share = _share(reply, lambda s: rank in s.ranks)
+        held = self.home.holdings.find(call.attempt, r.FileKind.SLOT, rank)
+        packed = self.home.doors.arena.document(document_name(share.manifest_digest))
+        bytes_from: dict[str, int] = {}
+        manifest = None
+        if held is not None and packed and held.manifest_digest == share.manifest_digest:
+            try:
+                own = open_manifest(packed, share.manifest_digest)
+                manifest = None if await self._bad(held, own) else own
+            except CheckpointError as e:
+                self.home.doors.notes("manifest_wrong", {"why": str(e)})
+        source = "local" if manifest is not None else "peers"
+        if manifest is None:
+            held, manifest, bytes_from = await self._bring(visit, reply, share, rank)
+        assert held is not None
+        return w.RestoreFile(
+            ballot=0,
+            step=call.attempt.step,
+            file=held.file,
+            length=manifest.of_rank(rank).length,
+            chunk_bytes=manifest.chunk_bytes,
+            table=snapshot_table(manifest, rank),
+            source=source,
+            meta=manifest.of_rank(rank).meta,
+            bytes_from=bytes_from,
+        )
+
+    async def _bring(
+        self, visit: Visit, reply: w.StepReply, share: r.SealedShare, rank: int
+    ) -> tuple[Held, r.Manifest, dict[str, int]]:
+        """A rank from whoever holds it, decoded if need be, into a staging file."""
+        holdings, attempt = self.home.holdings, reply.commit.attempt
+        taken: list[Held] = []
+
+        async def stage(size: int) -> Region:
+            want = Want(r.FileKind.STAGE, attempt, self.home.node, rank, max(1, size))
+            taken.append(await holdings.take(want, object()))
+            return holdings.region(taken[-1], 0, size)
+
+        kept: list[Held] = []
+        try:
+            fetched = await restore_rank(await self._fetching(reply, share, rank), stage, stage)
+            kept = [held for held in taken if held.file == fetched.target.file]
+        finally:
+            for held in taken:
+                if held not in kept:
+                    holdings.release(held)
+                    holdings.writer_done(held)
+        visit.files[kept[0].file] = kept[0]
+        return kept[0], fetched.manifest, fetched.bytes_from
+
+    async def _fetching(self, reply: w.StepReply, share: r.SealedShare, rank: int) -> Fetching:
+        """The fetch of one rank from those who hold it *now*."""
+        ctx, attempt = await self.context(reply.job), reply.commit.attempt
+        held, _ = await ask_all(ctx, w.HeldQuery(ctx.job, attempt))
+        sources: Sources = sources_of(share, attempt, Facts(ctx.state, held, (), {}, False))
+        members = (await self.home.living(self.home.config.keepalive_s)).members
+        return Fetching(rank, share, attempt, sources, members, self.home.doors, self.home.config)
+
+    def _give_back(self, visit: Visit, file: str) -> None:
+        if (held := visit.files.pop(file, None)) is not None:
+            self.home.holdings.release(held)
+            self.home.holdings.writer_done(held)
+
+
+def _visited(visit: Visit, attempt: r.Attempt) -> w.StepReply:
+    if (reply := visit.steps.get(attempt)) is None:
+        raise UsageError(f"step {attempt.step}: ask for the step first, on the same agent")
+    return reply
+
+
+def _share(reply: w.StepReply, fits: Callable[[r.SealedShare], bool]) -> r.SealedShare:
+    for share in (s for group in reply.groups for s in group.shares):
+        if fits(share):
+            return share
+    raise UsageError(f"step {reply.commit.attempt.step}: its group records have no such share")
+
+
+async def _forget_reader(ctx: JobContext, key: str) -> None:
+    while True:
+        try:
+            await ctx.home.doors.ledger.transact(Txn(deletes=(key,)))
+            return
+        except (AmbiguousAnswer, LedgerUnavailable) as e:
+            ctx.note("reader_later", why=str(e))
+            await asyncio.sleep(RETRY_S)
