@@ -1,10 +1,10 @@
 # Two commands on a fresh machine: `make demo` runs the main job, `make test` the tests.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev,ucx-cu12
 
-.PHONY: install check test test-all demo bench world clean
+.PHONY: install python check test test-all demo bench world clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,9 @@ bench: install
 
 world: install
 	$(BIN)/p2pckpt simulate world --seed $(or $(SEED),1)
+
+python:
+	@echo $(PYTHON)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

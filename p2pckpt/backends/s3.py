@@ -47,6 +47,8 @@ from p2pckpt.errors import (
 )
 from p2pckpt.ports import Pending, Stored, Upload, Workers
 
+__all__ = ["Place", "S3Objects", "part_size"]
+
 T = TypeVar("T")
 
 MAX_PART_BYTES = 5 * 1024 * MIB

@@ -218,8 +218,8 @@ class Machine:
             node.agent.wait(GONE_S)
 
     def status(self) -> dict[str, Any] | None:
-        """The status document of a living node; None if nobody answers now."""
-        for node in self.nodes:
+        """The status document of a living node, with ranks if may be; None if nobody answers."""
+        for node in (*self.seats, *self.nodes):
             if node.ready_at is not None and node.alive:
                 with contextlib.suppress(CheckpointError):
                     return node.status()

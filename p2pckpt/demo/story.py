@@ -250,9 +250,13 @@ class Story:
         """After a strike: fill in the kill from what the new launch wrote."""
         assert self.struck is not None
         kill, struck_at, newest = self.struck
+        if kill.detect_s is None:
+            return
         restored = self.journal.of("restored", launch.number)
         steps = self.journal.of("step", launch.number)
-        if kill.detect_s is None or len(restored) < len(launch.ranks) or not steps:
+        if anew := sorted({e["rank"] for e in steps} - {e["rank"] for e in restored}):
+            raise DemoFailedError(f"ranks {anew} train without having restored anything")
+        if len(restored) < len(launch.ranks) or not steps:
             return
         tell_restored(kill, restored, self.journal)
         kill.steps_lost = newest - restored[0]["step"]

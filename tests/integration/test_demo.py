@@ -73,8 +73,8 @@ def check_good(code, document, output):
 
 def test_a_lost_node_is_recovered_from_peers(tmp_path):
     code, document, output = demo(
-        tmp_path, "--nodes", "4", "--racks", "2", "--layout", "copies:1", "--kill", "1",
-        "--steps", "30",
+        tmp_path, "--nodes", "3", "--racks", "3", "--layout", "copies:1", "--kill", "1",
+        "--steps", "20",
     )  # fmt: skip
     check_good(code, document, output)
     (kill,) = document["kills"]
