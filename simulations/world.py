@@ -13,10 +13,7 @@ without end) or wrong (a checker objects).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from random import Random
-from typing import Any
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
@@ -28,6 +25,7 @@ from p2pckpt.config import Config
 from p2pckpt.errors import CheckpointError
 from simulations import clock
 from simulations.checkers import Checkers, content
+from simulations.failures import FAULTS, plan
 
 JOB = r.Job(owner_uid=1000, name="world").key
 MAX_LAUNCHES = 50
@@ -48,16 +46,6 @@ class Options:
     step_s: float = 1.0
     faults: tuple[str, ...] = ("crash_lose", "partition")
     limit_s: float = 3600.0
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One planned fault: when, what, on which of the nodes that then live."""
-
-    at_s: float
-    what: str
-    pick: float
-    lasts_s: float
 
 
 @dataclass
@@ -92,22 +80,6 @@ def run(options: Options) -> Result:
     if crashes:
         result.end, result.why = "crash", str(crashes[0])
     return result
-
-
-def plan(options: Options) -> list[Fault]:
-    """The faults of a seed, spread over the time that its saves need."""
-    rng = Random(f"faults {options.seed}")
-    span_s = options.saves * options.every * options.step_s
-    slots = len(options.faults)
-    return [
-        Fault(
-            at_s=span_s * (i + rng.uniform(0.2, 0.8)) / slots,
-            what=what,
-            pick=rng.random(),
-            lasts_s=rng.uniform(2.0, 20.0),
-        )
-        for i, what in enumerate(options.faults)
-    ]
 
 
 def config() -> Config:
@@ -168,15 +140,22 @@ class World:
         agent = Agent(config(), doors, member)
         self.agents[node.name] = asyncio.create_task(agent.run(), name=f"agent {node.name}")
 
+    def spare_name(self) -> str:
+        """A name that no node had before."""
+        self.replaced += 1
+        return f"r{self.replaced}"
+
     async def faults(self) -> None:
         """Fire the plan."""
         loop = asyncio.get_running_loop()
-        for fault in plan(self.options):
+        options = self.options
+        span_s = options.saves * options.every * options.step_s
+        for fault in plan(options.seed, options.faults, span_s):
             await asyncio.sleep(max(0.0, fault.at_s - loop.time()))
             name = self.living[int(fault.pick * len(self.living))]
             self.cluster.log.add("world", "fault", {"what": fault.what, "node": name})
             self.result.faults[fault.what] = self.result.faults.get(fault.what, 0) + 1
-            await FAULTS[fault.what](self, self.cluster.nodes[name], fault.lasts_s)
+            await FAULTS[fault.what](self, self.cluster.nodes[name], fault)
 
     async def stop_agent(self, node: FakeNode, keep_memory: bool) -> None:
         """The agent process dies, or the whole machine."""
@@ -184,52 +163,6 @@ class World:
         task = self.agents.pop(node.name)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def crash_lose(world: World, node: FakeNode, lasts_s: float) -> None:
-    """A machine is lost for good; another one, of another name, takes its place later."""
-    await world.stop_agent(node, keep_memory=False)
-    world.living.remove(node.name)
-    await asyncio.sleep(lasts_s)
-    world.replaced += 1
-    world.add_node(f"r{world.replaced}", node.domains["rack"])
-
-
-async def crash_keep(world: World, node: FakeNode, lasts_s: float) -> None:
-    """The agent process dies and is started again, on the memory that stayed."""
-    await world.stop_agent(node, keep_memory=True)
-    await asyncio.sleep(lasts_s)
-    world.start_agent(node)
-
-
-async def partition(world: World, node: FakeNode, lasts_s: float) -> None:
-    """A node is cut off from its peers and the ledger for a while."""
-    world.cluster.isolate(node.name)
-    world.cluster.cut_from_ledger(node.name)
-    await asyncio.sleep(lasts_s)
-    world.cluster.heal()
-
-
-async def pause(_world: World, node: FakeNode, lasts_s: float) -> None:
-    """An agent stands still, perhaps for longer than its lease."""
-    node.pause()
-    await asyncio.sleep(lasts_s)
-    node.resume()
-
-
-async def trainer_dies(_world: World, node: FakeNode, _lasts_s: float) -> None:
-    """A rank is killed; its agent lives."""
-    for trainer in node.trainers:
-        trainer.kill()
-
-
-FAULTS: dict[str, Callable[[World, FakeNode, float], Any]] = {
-    "crash_lose": crash_lose,
-    "crash_keep": crash_keep,
-    "partition": partition,
-    "pause": pause,
-    "trainer_dies": trainer_dies,
-}
 
 
 class Launcher:

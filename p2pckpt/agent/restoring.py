@@ -31,9 +31,11 @@ from p2pckpt.agent.holdings import Held, Want, document_name
 from p2pckpt.errors import (
     CheckpointError,
     FormatError,
+    IntegrityError,
     LedgerUnavailable,
     RestoreFailed,
     SourcesAway,
+    StaleGenerationError,
 )
 from p2pckpt.jobstate import JobState
 from p2pckpt.ports import Put, Region, Txn, absent, present
@@ -148,6 +150,11 @@ class Restoring:
         self.ctx.home.holdings.reopen(held, writer)
         try:
             await self._fetch(ballot, rank, in_place)
+        except RestoreFailed as e:
+            self.ctx.home.holdings.writer_done(held)
+            if e.retryable:
+                raise
+            raise IntegrityError(str(e)) from e  # wrong here and wrong elsewhere: BAD, not RETRY
         except BaseException:
             self.ctx.home.holdings.writer_done(held)
             raise
@@ -309,6 +316,8 @@ class Restoring:
         ctx.wake()
         await ctx.until(lambda: key in ctx.state.closed or self._over(ballot), None)
         await self._roster()
+        if key not in ctx.state.closed:
+            raise StaleGenerationError(f"generation {key[0]} is over, and so is its ballot {key[1]}")
         return ctx.state.closed[key]
 
     def _over(self, ballot: Ballot) -> bool:

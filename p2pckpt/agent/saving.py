@@ -298,6 +298,7 @@ class Saving:
         assert self.ctx.roster is not None
         keep_last = self.ctx.roster.generation.keep_last
         extra = held_back(self.ctx.state, self.ctx.home.config.offload_every, keep_last)
+        extra |= self._older_lineages(self.ctx.roster.generation.number)
         taken = sum(
             1
             for h in self.ctx.home.holdings.of_job(self.ctx.job)
@@ -306,6 +307,13 @@ class Saving:
             and (h.attempt is None or h.attempt.key not in extra)
         )
         return taken < keep_last + 1
+
+    def _older_lineages(self, generation: int) -> set[str]:
+        """Commits that a new lineage replaces: they stay until it has keep_last of its own, and
+        must not take its slots until then."""
+        closed = self.ctx.state.lineage(generation)
+        commits = self.ctx.state.commits.items()
+        return {c.attempt.key for (name, _), c in commits if closed and name != closed.lineage}
 
     def _capacity(self, wanted_bytes: int) -> int:
         unit = self.ctx.home.config.slot_round_bytes
@@ -320,6 +328,14 @@ class Saving:
         state = self.ctx.state
         if (known := state.outcomes.get(attempt.key)) is not None:
             return known
+        if (commit := state.committed(attempt)) is not None:
+            return r.Outcome(
+                attempt=attempt,
+                verdict=r.Verdict.COMMIT,
+                by=self.ctx.home.node,
+                lineage=commit.lineage,
+                degraded=commit.degraded,
+            )
         if (reason := state.settled(attempt)) and attempt.key not in state.retired:
             return r.Outcome(
                 attempt=attempt, verdict=r.Verdict.ABORT, by=self.ctx.home.node, reason=reason

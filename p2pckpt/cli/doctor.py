@@ -111,7 +111,7 @@ def check_all(config: Config, layout: Layout, agent: str | None) -> Iterable[Che
     yield from _guarded("coding", _coding)
     yield from _guarded("checksum", _checksum)
     yield from _guarded("etcd", lambda: asyncio.run(_etcd(config, layout)))
-    yield _agent(agent)
+    yield _agent(agent or config.socket)
 
 
 def _guarded(name: str, look: Callable[[], Check | list[Check]]) -> Iterable[Check]:
@@ -287,7 +287,7 @@ def check_members(hosts: Mapping[str, str], layout: Layout) -> Check:
     return Check("members", WARN, found, do)
 
 
-def _agent(agent: str | None) -> Check:
+def _agent(agent: str) -> Check:
     paths = (agent,) if agent else default_socket_paths(os.environ)
     try:
         with AgentLink(paths) as link:

@@ -56,7 +56,7 @@ def job_ls(agent: str | None, json_file: str | None) -> None:
     reply = _ask(agent, w.JobsQuery(), ASK_TIMEOUT_S)
     assert isinstance(reply, w.JobsReply)
     jobs: dict[str, dict[str, Any]] = json.loads(reply.document)
-    rows = [("JOB", "GENERATION", "RANKS", "LAYOUT", "LATEST", "HELD HERE")]
+    rows: list[tuple[str, ...]] = [("JOB", "GENERATION", "RANKS", "LAYOUT", "LATEST", "HELD HERE")]
     rows += [_row(name, facts) for name, facts in jobs.items()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(f"{c:{n}}" for c, n in zip(row, widths, strict=True)) for row in rows]

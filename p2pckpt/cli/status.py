@@ -34,7 +34,10 @@ def status(agent: str | None, json_file: str | None) -> None:
     document = ask_status(agent)
     degraded = document["cut_off"] or any(_degraded(job) for job in document["jobs"].values())
     code = EXIT_DEGRADED if degraded else EXIT_DONE
-    finish("status", json_file, document, _text(document), code)
+    advice = "start agents on more nodes: repair brings back what is missing"
+    if document["cut_off"]:
+        advice = "see to it that etcd answers: `p2pckpt doctor` asks every endpoint"
+    finish("status", json_file, document, _text(document), code, advice)
 
 
 @click.command()
@@ -46,7 +49,9 @@ def ls(agent: str | None, json_file: str | None) -> None:
     rows = {name: job["steps"] or [job["latest"]] for name, job in jobs.items() if job["latest"]}
     text = "\n".join(f"{name}  {' '.join(map(str, steps))}" for name, steps in rows.items())
     code = EXIT_DONE if rows else EXIT_NOTHING
-    finish("ls", json_file, {"jobs": rows}, text or "no committed step is known here", code)
+    advice = "`p2pckpt job ls` lists all jobs; a step is there when all ranks have saved it"
+    text = text or "no committed step is known here"
+    finish("ls", json_file, {"jobs": rows}, text, code, advice)
 
 
 def _degraded(job: dict[str, Any]) -> bool:

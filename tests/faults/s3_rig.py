@@ -57,12 +57,12 @@ class Rig:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    async def lose_all(self):
+    async def lose_all(self, settle_s=30.0):
         """All RAM is lost; the machines come back empty."""
         for name in list(self.tasks):
             await self.lose(name)
             self.start(name)
-        await asyncio.sleep(30.0)
+        await asyncio.sleep(settle_s)
 
     async def launch(self, nodes=("n0", "n1", "n2")):
         for old in getattr(self, "ranks", ()):
