@@ -50,6 +50,8 @@ class Config:
     )
     listen: str = _setting("127.0.0.1", "address to listen on and to announce to peers")
     transport: str = _setting("ucx", "what moves payload: ucx")
+    group: str = _setting("", "Unix group whose members' jobs are served too; default: own uid")
+    job_quota_bytes: int = _setting(0, "RAM that one job may take here; 0 = the whole budget", 0)
     ram_budget_bytes: int = _setting(0, "0 = half of what tmpfs and cgroup leave free", 0)
 
     # etcd

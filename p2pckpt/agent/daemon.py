@@ -40,7 +40,7 @@ class Agent:
     """One start of a node's agent. ``member`` says who and where; its session is filled in."""
 
     def __init__(self, config: Config, doors: Doors, member: r.Member) -> None:
-        holdings = Holdings(doors.arena, doors.ids.new)
+        holdings = Holdings(doors.arena, doors.ids.new, config.job_quota_bytes)
         self.home = Home(member.node, config, doors, holdings, self._spawn, member)
         self.serving = Serving(self.home, self._context)
         self.asking = Asking(self.home, self._context)

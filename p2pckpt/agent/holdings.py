@@ -70,9 +70,10 @@ class Want:
 class Holdings:
     """The files of one arena. ``new_name`` makes unique suffixes for file names."""
 
-    def __init__(self, arena: Arena, new_name: Callable[[], str]) -> None:
+    def __init__(self, arena: Arena, new_name: Callable[[], str], job_quota_bytes: int = 0) -> None:
         self._arena = arena
         self._new_name = new_name
+        self._quota_bytes = job_quota_bytes
         self._files: dict[str, Held] = {}
 
     def adopt(self) -> list[Held]:
@@ -122,6 +123,7 @@ class Holdings:
         free = self._reusable(want)
         if free is None:
             name, capacity = f"{want.kind}-{self._new_name()[:16]}", want.capacity
+            self._check_quota(want)
             await self._reserve(name, capacity)
         else:
             name, capacity = free.file, free.capacity
@@ -134,6 +136,15 @@ class Holdings:
             raise
         self._files[name] = held
         return held
+
+    def _check_quota(self, want: Want) -> None:
+        """Raises NoRoom if the job would take more than its quota."""
+        taken = sum(h.capacity for h in self if h.job == want.attempt.job)
+        if self._quota_bytes and taken + want.capacity > self._quota_bytes:
+            raise NoRoom(
+                f"job {want.attempt.job}: needs {want.capacity} bytes, has "
+                f"{self._quota_bytes - taken} left of its quota of {self._quota_bytes}"
+            )
 
     def _mine(self, held: Held) -> bool:
         """Does this handle still stand for its file? A file that was reused has a new one."""

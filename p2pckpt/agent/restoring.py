@@ -317,7 +317,9 @@ class Restoring:
         await ctx.until(lambda: key in ctx.state.closed or self._over(ballot), None)
         await self._roster()
         if key not in ctx.state.closed:
-            raise StaleGenerationError(f"generation {key[0]} is over, and so is its ballot {key[1]}")
+            raise StaleGenerationError(
+                f"generation {key[0]} is over, and so is its ballot {key[1]}"
+            )
         return ctx.state.closed[key]
 
     def _over(self, ballot: Ballot) -> bool:

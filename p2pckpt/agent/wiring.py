@@ -12,7 +12,10 @@ Contract: `run_node` returns after `stop` was set and saves in flight have ended
 from __future__ import annotations
 
 import asyncio
+import grp
 import hashlib
+import os
+import pwd
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -56,7 +59,8 @@ async def run_node(config: Config, socket: str, notes: Notes, stop: asyncio.Even
         transport = await UcxTransport.start(arena.descriptor, config.listen, limits=limits)
         stack.push_async_callback(transport.close)
         notes("transport", dict(transport.describe()))
-        trainers = SocketTrainers(socket, arena.descriptor)
+        uids, group = served(config.group)
+        trainers = SocketTrainers(socket, arena.descriptor, uids, group)
         stack.push_async_callback(trainers.close)
         doors = Doors(
             etcd.ledger,
@@ -82,6 +86,20 @@ async def run_node(config: Config, socket: str, notes: Notes, stop: asyncio.Even
         results = await asyncio.gather(running, stopping, ready, return_exceptions=True)
         if isinstance(results[0], Exception):
             raise results[0]
+
+
+def served(group: str) -> tuple[set[int], int | None]:
+    """Whose processes may use the agent, and the socket's group. Raises ConfigError."""
+    own = {os.geteuid()}
+    if not group:
+        return own, None
+    try:
+        found = grp.getgrnam(group)
+    except KeyError:
+        raise ConfigError(f"group = {group!r}: this machine has no such group") from None
+    members = {u.pw_uid for u in pwd.getpwall() if u.pw_gid == found.gr_gid}
+    members |= {u.pw_uid for u in pwd.getpwall() if u.pw_name in found.gr_mem}
+    return own | members, found.gr_gid
 
 
 def member_of(config: Config, store_id: str) -> r.Member:

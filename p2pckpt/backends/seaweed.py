@@ -106,7 +106,8 @@ class Seaweed:
         command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
         command += [str(find_weed()), "server", f"-dir={data}", "-s3", f"-s3.config={config}"]
         command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=50"]
-        command += ["-master.volumeSizeLimitMB=256", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+        command += ["-master.volumeSizeLimitMB=256", "-s3.autoCreateBucket=false"]
+        command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
         for name, port in self._ports.items():
             door, _, kind = name.partition(".")
             command.append(f"-{door}.port{'.' + kind if kind else ''}={port}")

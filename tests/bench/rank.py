@@ -59,17 +59,20 @@ class Rank:
             "bench", layout=layout, agent=agent, launch=launch, on_error="raise"
         )
 
-    def save(self, step: int) -> dict[str, Any]:
-        """Save, change every tensor at once, then wait until the step is committed."""
+    def digest(self) -> str:
+        """Of the state as it is now."""
+        return states.digest(self.state)
+
+    def save(self, step: int, change: bool) -> dict[str, float]:
+        """Save and wait until the step is committed; ``change`` every tensor as soon as we may."""
         assert self._store is not None
-        held = states.digest(self.state)
         begun = time.perf_counter()
         handle = self._store.save(step, self.state)
         returned = time.perf_counter()
-        states.change(self.state)
+        if change:
+            states.change(self.state)
         handle.wait(WAIT_S)
-        ended = time.perf_counter()
-        return {"begun": begun, "returned": returned, "ended": ended, "digest": held}
+        return {"begun": begun, "returned": returned, "ended": time.perf_counter()}
 
     def restore(self) -> dict[str, Any]:
         """Restore the newest step."""

@@ -92,13 +92,13 @@ class Round:
         times += [self.cluster.ask(Rank.copy.__name__) for _ in range(COPIES - 1)]
         return statistics.mean(map(statistics.median, zip(*times, strict=True))), result
 
-    def save(self) -> tuple[float, float, float]:
+    def save(self, change: bool = False) -> tuple[float, float, float]:
         """(blocking, process-safe, node-safe) of the next step, in copies."""
         self._step += 1
         self.cluster.await_notes("freed", self._step - 2)  # as between saves seconds apart
-        steps = [(self._step,)] * RANKS
-        copy, found = self.between_copies(lambda: self.cluster.ask(Rank.save.__name__, *steps))
-        self._digests = [f["digest"] for f in found]
+        self._digests = self.cluster.ask(Rank.digest.__name__)
+        given = [(self._step, change)] * RANKS
+        copy, found = self.between_copies(lambda: self.cluster.ask(Rank.save.__name__, *given))
         begun = min(f["begun"] for f in found)
         block = max(f["returned"] - f["begun"] for f in found)
         safe = max(f["returned"] for f in found) - begun
@@ -157,7 +157,7 @@ def copies_round(rows: dict[str, Figure], scale: float, budget_bytes: int, seed:
         rows["node_safe_copies1"].add(node, limit)
         peak: list[int] = []
         with cluster.peak(peak):
-            job.save()
+            job.save(change=True)  # what is restored below shows whether it was torn
         rows["memory_peak"].add((peak[0] - before) / size, 4.0)
         rows["memory_held"].add((cluster.memory_bytes() - before) / size, 2.0)
         job.launch(None)
