@@ -223,19 +223,22 @@ async def _confirmed(ctx: JobContext, ids: set[str]) -> list[str]:
 
 
 async def _remove(ctx: JobContext) -> None:
-    """All records but the cleanings: the many first; the ledger id last, if nothing is new."""
+    """All records but the cleanings: the many first; the ledger id last, if nothing is new.
+
+    Reports of living trainers are empty by now, and nobody can make another one.
+    """
     keys, ledger = ctx.keys, ctx.home.doors.ledger
     last = {keys.ledger_id, keys.floor, keys.generation, keys.rebuilt}
     for _ in range(REMOVE_TRIES):
         listing = await ledger.list(keys.root)
-        own, _alive = _split(keys, listing)
+        own, alive = _split(keys, listing)
         entry = entry_of(listing, keys.ledger_id)
         if entry is None and not own:
             return
         fence: tuple[Compare, ...] = (absent(keys.ledger_id),)
         if entry is not None:
             fence = (value_is(keys.ledger_id, entry.value),)
-        rest = [e.key for e in own if e.key not in last]
+        rest = [e.key for e in (*own, *alive["trainers"]) if e.key not in last]
         for at in range(0, len(rest), OPERATIONS):
             await ledger.transact(Txn(fence, (), tuple(rest[at : at + OPERATIONS])))
         if not rest:

@@ -65,7 +65,10 @@ class JobAgent:
         for held in ctx.home.holdings.of_job(ctx.job):
             assert held.attempt is not None
             if held.attempt.ledger_id != ctx.state.ledger_id:
-                ctx.note("stranger", file=held.file, ledger=held.attempt.ledger_id)
+                if ctx.state.committed(held.attempt) is not None:  # kept by a rebuild
+                    ctx.track(held.attempt)
+                else:
+                    ctx.note("stranger", file=held.file, ledger=held.attempt.ledger_id)
                 continue
             if held.kind is r.FileKind.SLOT and not held.manifest_digest:
                 await ctx.abort(held.attempt, f"the agent of {ctx.home.node} restarted before seal")

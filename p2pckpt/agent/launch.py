@@ -273,8 +273,9 @@ class Launches:
     def _fence(self, roster: Roster | None) -> tuple[Compare, ...]:
         state = self.ctx.state
         if roster is None:
-            return state.same_ledger(), absent(self.ctx.keys.generation)
-        return state.same_ledger(), state.same_generation(roster.generation.number)
+            return state.same_ledger(), state.not_cleaned(), absent(self.ctx.keys.generation)
+        standing = state.same_generation(roster.generation.number)
+        return state.same_ledger(), state.not_cleaned(), standing
 
     async def _reports(self, roster: Roster | None) -> tuple[dict[str, r.LivingTrainers], int]:
         if roster is None:

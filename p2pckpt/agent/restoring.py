@@ -282,6 +282,8 @@ class Restoring:
         key = self._reader_key(ballot.decision, attempt)
         if key in self.reading:
             return
+        if ctx.home.session is None:
+            raise SourcesAway(f"{ctx.home.node}: no session with the ledger, so no reader's record")
         if ctx.state.committed(attempt) is not None:
             there = absent(ctx.keys.retired(attempt))
         else:
@@ -331,7 +333,8 @@ class Restoring:
         """Hand in this node's report and see the ballot closed."""
         ctx, decision = self.ctx, ballot.decision
         key = (decision.generation, decision.ballot)
-        deadline = ctx.home.now() + ctx.home.config.restore_timeout_s
+        timeout_s = await self._timeout_s(decision)
+        deadline = ctx.home.now() + timeout_s
 
         def ended() -> bool:
             return key in ctx.state.closed or self._over(ballot)
@@ -344,7 +347,7 @@ class Restoring:
                 or any(d.failed for d in results.values())
             )
 
-        if await ctx.until(reported, ctx.home.config.restore_timeout_s) and not ended():
+        if await ctx.until(reported, timeout_s) and not ended():
             handing = ctx.home.spawn(f"report {key}", self._report(roster, ballot, ended))
         else:
             handing = None
@@ -364,6 +367,17 @@ class Restoring:
             if held.kind is r.FileKind.STAGE:
                 ctx.home.holdings.release(held)
         await self._unregister(decision)
+
+    async def _timeout_s(self, decision: r.Decision) -> float:
+        """How long a ballot may take: longer for large shares, at the slowest link allowed for."""
+        config, shares = self.ctx.home.config, [0]
+        if decision.commit is not None:
+            try:
+                groups = await groups_of(self.ctx, decision.commit.attempt)
+                shares += [s.snapshot_bytes for group in groups for s in group.shares]
+            except CheckpointError as e:
+                self.ctx.note("ballot_bound", why=str(e))
+        return config.restore_timeout_s + max(shares) / config.floor_bytes_per_s
 
     async def _report(self, roster: Roster, ballot: Ballot, ended: Callable[[], bool]) -> None:
         ctx, decision = self.ctx, ballot.decision

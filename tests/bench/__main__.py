@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
 import sys
 import time
 from pathlib import Path
@@ -36,6 +37,7 @@ def main(arguments: list[str]) -> int:
         need = (MEMORY * size + 512 * MIB) // MIB
         print(f"scale {options.scale}: needs {need} MiB of memory, has {have // MIB}: less --scale")
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     begun = time.monotonic()
     figures = measure(options.scale, size, options.runs)
     config = {

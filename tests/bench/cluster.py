@@ -88,7 +88,7 @@ class Cluster:
     def __init__(self, nodes: int, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
         self._run = Path(tempfile.mkdtemp(prefix="p2pckpt-bench-"))
-        self.ram = Path(tempfile.mkdtemp(prefix="p2pckpt-bench-", dir="/dev/shm"))
+        self.ram = Path(tempfile.mkdtemp(prefix=f"p2pckpt-bench-{os.getpid()}-", dir="/dev/shm"))
         self.nodes: list[Node] = []
         self.seats: list[Seat] = []
         self._launches = 0

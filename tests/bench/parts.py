@@ -29,7 +29,8 @@ from p2pckpt.save.encode import encode_rank, shard_bytes
 CHUNK_BYTES = 256 * 1024
 SEND_BYTES = 4 << 20
 HOT_BYTES = 128 * 1024
-HOT_ROUNDS = 500
+HOT_ROUNDS = 8
+HOT_BATCHES = 50
 TIMEOUT_S = 60.0
 
 
@@ -53,17 +54,21 @@ def receive_bytes(sock: socket.socket, target: np.ndarray, size: int) -> None:
 
 
 def kernel_seconds(k: int, m: int, size: int) -> float:
-    """Seconds for rs(k, m) and CRC32C over `size` bytes by kernels that work in the cache."""
+    """Seconds for rs(k, m) and CRC32C over `size` bytes by kernels that work in the cache.
+
+    The best of many short batches: this is what the processor can do, not what it did today.
+    """
     code = Code(k, m)
     columns = list(np.ones((k + m, HOT_BYTES), np.uint8))
-    rounds = max(1, size // (k * HOT_BYTES))
-    done = min(rounds, HOT_ROUNDS)
-    begun = time.perf_counter()
-    for _ in range(done):
-        code.encode(columns[:k], columns[k:])
-        for column in columns:
-            crc32c(column)
-    return (time.perf_counter() - begun) * rounds / done
+
+    def batch() -> None:
+        for _ in range(HOT_ROUNDS):
+            code.encode(columns[:k], columns[k:])
+            for column in columns:
+                crc32c(column)
+
+    best_s = min(_seconds(batch) for _ in range(HOT_BATCHES))
+    return best_s * size / (HOT_ROUNDS * k * HOT_BYTES)
 
 
 def encoding(layout: str, size: int, runs: int) -> list[tuple[float, float, float]]:
@@ -95,7 +100,7 @@ def _seconds(work) -> float:
 
 def moving(size: int, runs: int) -> list[tuple[float, float]]:
     """(UCX, raw socket) seconds to move `size` bytes from one process's file to another's."""
-    directory = Path(tempfile.mkdtemp(prefix="p2pckpt-bench-", dir="/dev/shm"))
+    directory = Path(tempfile.mkdtemp(prefix=f"p2pckpt-bench-{os.getpid()}-", dir="/dev/shm"))
     try:
         for name in ("source", "target"):
             np.ones(size, np.uint8).tofile(directory / name)

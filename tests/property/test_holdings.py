@@ -276,10 +276,6 @@ def one_file():
     return store, arena, Holdings(arena, lambda: f"{next(names):06d}")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a handle stays bound to its file's next life: release frees another's bytes",
-)
 def test_a_handle_of_a_past_life_does_not_touch_the_next_one():
     # Saving._save holds its staging file while its attempt is aborted elsewhere: the tracker frees
     # it, the next attempt takes it, and then the first one's `finally` releases it once more.
@@ -293,9 +289,6 @@ def test_a_handle_of_a_past_life_does_not_touch_the_next_one():
     assert third.file != second.file, "two attempts stage into one file"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a take that fails at the record leaves a file that nobody can give back"
-)
 def test_a_take_that_fails_leaves_nothing():
     _, arena, holdings = one_file()
 

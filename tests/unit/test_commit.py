@@ -79,7 +79,6 @@ def test_what_is_committed_survives_any_min_spare_losses(k, m, min_spare):
                 assert "store-n0" in left or len(left) >= k, (living, lost)
 
 
-@pytest.mark.xfail(strict=True, reason="decide_commit counts shards, not stores")
 def test_two_shards_in_one_store_are_one_loss():
     # rs:2,1 without the own copy: one loss, of "a", leaves one shard of two
     assert judge(("a", "a", "b"), ("a", "b")).verdict is r.Verdict.ABORT
@@ -192,9 +191,6 @@ def test_harmless_changes_do_not_stop_a_commit():
     assert book.does(txn)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="commit_txn fences with the mirror's generation, not the attempt's"
-)
 def test_a_committer_whose_mirror_saw_the_next_generation_commits_nothing():
     # Judged in generation 1; while `living()` was awaited the mirror moved on to generation 2,
     # whose agents have already freed the bytes of the attempt.
@@ -209,9 +205,6 @@ def test_a_committer_whose_mirror_saw_the_next_generation_commits_nothing():
     assert not happened
 
 
-@pytest.mark.xfail(
-    strict=True, reason="group_txn fences with the mirror's generation, not the attempt's"
-)
 def test_a_group_writer_whose_mirror_saw_the_next_generation_writes_nothing():
     book = Book()
     book.begin(2)

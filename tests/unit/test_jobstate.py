@@ -202,9 +202,6 @@ def test_what_cannot_be_read_settles_nothing(key):
     assert book.state().settled(A) == ""
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a floor that is no floor sorts above every attempt: all bytes may go"
-)
 @pytest.mark.parametrize("floor", [b"damaged", b"~", b"1.4", b"0000000001-0000000004"])
 def test_a_damaged_floor_settles_nothing(floor):
     book = Book()
@@ -230,7 +227,6 @@ def test_settled_never_goes_back_while_the_commit_is_possible():
         assert book.state().settled(A)
 
 
-@pytest.mark.xfail(strict=True, reason="commit_revisions is never read and grows for ever")
 def test_the_mirror_does_not_grow_with_every_step():
     book = Book()
     mirror = book.state()

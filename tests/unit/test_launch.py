@@ -76,7 +76,6 @@ def test_a_rank_on_two_nodes_is_an_error_that_names_both():
         decide_install(joins, None, {}, PATIENT)
 
 
-@pytest.mark.xfail(strict=True, reason="ranks outside of the world are installed silently")
 def test_a_rank_outside_of_the_world_is_an_error():
     with pytest.raises(UsageError):
         decide_install([join("a", [0, 1, 2, 3, 4])], None, {}, PATIENT)
@@ -202,9 +201,6 @@ def test_of_two_launches_at_once_one_wins_and_the_other_is_told(seed):
     play(story, seed=seed)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="_install swaps the mirror's generation, not the one that was judged"
-)
 def test_a_launch_that_looked_at_the_old_generation_does_not_replace_the_new_one():
     # Generation 1 is dead. Launch "two" reads its reports; in that moment launch "one" installs
     # generation 2 (its ranks report a little later) and the mirror of "two" sees it.
@@ -235,9 +231,6 @@ def test_a_launch_that_looked_at_the_old_generation_does_not_replace_the_new_one
     play(story)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a report whose answer was ambiguous is not settled by reading back"
-)
 def test_living_trainers_are_reported_even_if_the_first_answer_is_lost():
     async def story(cluster, a, b, c):
         joining = asyncio.create_task(a.join(TrainerId(1, 0.0), call(0, 1, "t")))
@@ -251,9 +244,6 @@ def test_living_trainers_are_reported_even_if_the_first_answer_is_lost():
     assert all(play(story, seed=seed) for seed in range(6))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a rank that died while its launch formed stays in the node's join"
-)
 def test_a_rank_that_died_before_the_install_is_not_installed():
     async def story(cluster, a, b, c):
         dead = TrainerId(1, 0.0)

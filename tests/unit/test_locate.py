@@ -197,18 +197,12 @@ def test_the_newest_step_waits_for_nobody():
     assert found.choice is r.Choice.RESTORE
 
 
-@pytest.mark.xfail(
-    strict=True, reason="an agent with a lease that never answers makes the decision wait for ever"
-)
 def test_a_silent_agent_delays_an_older_step_only_for_its_time():
     book, (ten, _) = with_steps(10, 20)
     found = decide_restore(facts(book, slots(ten.attempt), silent=["x"], patient=False), None, 4)
     assert found.commit == ten
 
 
-@pytest.mark.xfail(
-    strict=True, reason="an agent with a lease that never answers makes the decision wait for ever"
-)
 def test_a_silent_agent_makes_nothing_unproven_after_its_time():
     found = decide_restore(facts(Book(), silent=["x"], patient=False), None, 4)
     assert found.choice is r.Choice.UNPROVEN
@@ -246,9 +240,6 @@ def test_another_world_size_is_refused_with_both_numbers():
     assert "has 8" in found.reason
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a launch of another size goes back to an older step of its own size"
-)
 def test_an_intact_newest_step_of_another_world_size_is_not_passed_over():
     # 4 ranks saved step 10, then 8 ranks saved step 20, intact. A launch of 4 must be told, not be
     # sent back to 10: its new lineage would retire step 20 for good.
@@ -290,9 +281,6 @@ def test_commits_without_a_lineage_are_cannot_know():
     assert decide_restore(facts(book), None, 4).choice is r.Choice.UNPROVEN
 
 
-@pytest.mark.xfail(
-    strict=True, reason="whole files of a generation that the ledger does not know prove nothing"
-)
 def test_bytes_of_a_generation_that_the_ledger_forgot_are_cannot_know():
     # etcd was restored from a backup of generation 1; a holder has whole shards of generation 5.
     forgotten = attempt(30, 30, generation=5)
@@ -379,7 +367,6 @@ def test_a_node_without_failures_is_never_bad():
     assert decide_close(DECISION, [report(0, {}, retryable=False)], 1, False).close is r.Close.OK
 
 
-@pytest.mark.xfail(strict=True, reason="a BAD names the first failure, not the one that was wrong")
 def test_bad_gives_the_reason_of_the_rank_whose_bytes_were_wrong():
     away, bad = report(0, {0: "peer away"}), report(1, {1: "chunks [3] differ"}, retryable=False)
     assert "chunks" in decide_close(DECISION, [away, bad], 2, False).reason

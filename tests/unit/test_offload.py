@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ledger_world import KEYS, LEDGER, RS, Book, attempt, commit_record, group_record, share
+from ledger_world import KEYS, LEDGER, Book, attempt, commit_record, group_record, share
 from msgspec.structs import replace
 
 from p2pckpt import records as r
@@ -199,8 +199,8 @@ def whole_checkpoint(step=2, holders=("s1", "s2", "s3")):
     groups = [group_record(commit.attempt, 0, *parts)]
     stored = []
     for each in parts:
-        entries = tuple(r.RankSnapshot(k, 100 + k, 512, (b"", b"", b"")) for k in each.ranks)
-        manifest = r.Manifest(commit.attempt, each.node, "s", RS, 512, "crc32c/1", entries)
+        entries = [encoded(b"x" * (100 + k), rank=k).ranks[0] for k in each.ranks]
+        manifest = replace(encoded(b""), attempt=commit.attempt, ranks=tuple(entries))
         stored.append(share_objects(each, commit.attempt, manifest, 77))
     return commit, groups, stored
 

@@ -51,7 +51,6 @@ def test_layouts_that_are_none(text):
         r.Layout.parse(text)
 
 
-@pytest.mark.xfail(strict=True, reason="the brackets of rs(k,m) need not match")
 @pytest.mark.parametrize("text", ["rs(4,2", "rs:4,2)", "copies(3", "copies:3)"])
 def test_half_brackets_are_no_layout(text):
     with pytest.raises(UsageError):

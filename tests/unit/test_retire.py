@@ -73,7 +73,6 @@ def test_without_a_lineage_nothing_goes():
     assert due(book.state(), 1) == []
 
 
-@pytest.mark.xfail(strict=True, reason="a quarantined step counts as one of the newest keep_last")
 def test_a_quarantined_step_does_not_count_as_kept():
     # 20 was read and is wrong for good; keep_last=1 would retire 10, the only good step.
     book = with_steps(10, 20)
@@ -142,9 +141,6 @@ def test_a_reader_that_left_protects_nothing():
     assert book.does(retiring(book))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="retire_txn does not notice a lineage that was opened meanwhile"
-)
 def test_a_retirer_that_slept_does_not_take_the_base_of_a_new_lineage():
     # The retirer read "10 goes, 20 is newer". Then, in the same generation, a restore of step 10
     # was closed OK: lineage L2, base (L1, 10), no step of its own yet. Its readers have left.
@@ -281,7 +277,6 @@ def test_a_slept_commit_of_a_trimmed_attempt_is_refused():
     assert not book.does(txn)
 
 
-@pytest.mark.xfail(strict=True, reason="trim_txn puts the floor without comparing the old one")
 def test_a_trimmer_that_slept_does_not_lower_the_floor():
     # Outcomes between the two floors are deleted by then: the attempts would be open again, their
     # bytes are never freed, and the floor can never pass them again in this generation.
@@ -299,10 +294,6 @@ def test_a_trimmer_that_slept_does_not_lower_the_floor():
     assert all(book.state().settled(attempt(i, i)) for i in range(30))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a BAD whose ballot meant to open a lineage is trimmed: quarantine forgotten",
-)
 def test_quarantine_outlives_the_generation_that_found_it():
     # Generation 2: step 30 of L1 is away; ballot 2 takes 20 as base of L2, reads it, finds it
     # wrong: BAD(20). Generation 3 trims the ledger, and would take 20 again.
@@ -370,7 +361,6 @@ def test_nothing_to_trim_is_nothing_to_do():
     assert decide_trim(book.state()) is None
 
 
-@pytest.mark.xfail(strict=True, reason="decide_trim takes an absent or damaged floor apart")
 @pytest.mark.parametrize("floor", [None, b"damaged"])
 def test_without_a_floor_there_is_no_trim(floor):
     book = with_steps(10)
