@@ -138,6 +138,8 @@ class JobState:
             self.offload_dropped.discard(key[len(k.offload_drops) :])
             if value is not None:
                 self.offload_dropped.add(unpack(value, r.OffloadDropped).attempt.key)
+        elif value is not None:
+            raise FormatError("unknown key")
 
     # -- questions --------------------------------------------------------------------------------
 

@@ -188,10 +188,12 @@ class VerifyQuery(r.Record, frozen=True):
 
 
 class BadPiece(r.Record, frozen=True):
-    """Chunks of one shard's piece of one rank that differ from the manifest."""
+    """Chunks of one shard's piece of one rank that differ from the manifest: how many, and which
+    (the first of them only, so that a reply stays small)."""
 
     rank: int
     shard: int
+    count: int
     chunks: tuple[int, ...]
 
 
@@ -503,8 +505,10 @@ def pack(record: r.Record) -> bytes:
         raise UsageError(f"pack: {kind} is not a record or message of this protocol")
     try:
         body = _ENCODER.encode(record)
-    except UnicodeEncodeError as e:
-        raise UsageError(f"pack: {kind} holds text that is no Unicode: {e}") from None
+        if b"null" in body:  # None, or what JSON makes of a number that is not finite
+            _DECODERS[kind].decode(body)
+    except (UnicodeEncodeError, msgspec.ValidationError) as e:
+        raise UsageError(f"pack: {kind} holds what cannot come back: {e}") from None
     if len(body) > MAX_FRAME_BYTES:
         raise FormatError(f"{kind}: {len(body)} bytes, need at most {MAX_FRAME_BYTES}")
     crc = crc32c(body, crc32c(kind.encode()))

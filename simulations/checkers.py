@@ -30,6 +30,8 @@ from p2pckpt.errors import FormatError
 from p2pckpt.wire import unpack
 
 CHUNK_BYTES = 1024
+LOSSES = ("crash_lose", "rack_lost", "flip_memory", "flip_record")
+"""Faults that take bytes: after one of them, since a commit, every step must be restorable."""
 
 
 @lru_cache(maxsize=4096)
@@ -65,6 +67,7 @@ class Checkers:
         self._generation = 0
         self._ended: dict[str, str] = {}
         self._whole: dict[tuple[str, str], r.Attempt] = {}
+        self._losses = 0
         cluster.log.listeners.append(self._on_event)
 
     # -- from the event log ----------------------------------------------------------------------
@@ -75,6 +78,8 @@ class Checkers:
             self._read_ledger()
         elif what == "fault.ram.wipe":
             self._whole = {key: a for key, a in self._whole.items() if key[0] != who}
+        elif what == "fault" and facts["what"] in LOSSES:
+            self._losses += 1
         elif what == "ram.record":
             self._on_record(who, facts)
         elif what == "ram.remove":
@@ -129,6 +134,7 @@ class Checkers:
         if before and attempt.step <= max(before):
             self._object(f"step {attempt.step} committed after {max(before)} of its lineage")
         self._commits.append(commit)
+        self._losses = 0
         if lost := self.lost_ranks(commit):
             self._object(f"step {attempt.step} committed without the bytes of ranks {lost}")
 
@@ -178,10 +184,19 @@ class Checkers:
         """Rule 8: a restore found, so it says, provably nothing."""
         assert not self._commits, f"restore said 'nothing' after {len(self._commits)} commits"
 
+    def refused_for_good(self) -> None:
+        """Rule 1, the other way round: a restore that refuses does so only when bytes are gone, and
+        one loss since the newest commit was not enough to take them."""
+        assert self._commits, "restore refused, and nothing was ever committed"
+        commit = self._commits[-1]
+        lost = self.lost_ranks(commit)
+        assert lost, f"restore refused step {commit.attempt.step}, and all its bytes are there"
+        assert self._losses > 1, f"one loss took step {commit.attempt.step}: ranks {lost}"
+
     def at_end(self) -> None:
         """After a quiet end: nothing objected, and the newest commit has its bytes."""
         assert not self.objections, "; ".join(self.objections[:5])
-        if self._commits:
+        if self._commits and self._losses < 2:
             lost = self.lost_ranks(self._commits[-1])
             step = self._commits[-1].attempt.step
             assert not lost, f"step {step}, the newest: bytes of ranks {lost} are gone"

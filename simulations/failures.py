@@ -199,7 +199,9 @@ async def compact(world: HasWorld, node: FakeNode, fault: Fault) -> None:
     """The ledger forgets its history while a node cannot follow it."""
     world.cluster.cut_from_ledger(node.name)
     await asyncio.sleep(fault.lasts_s)
-    world.cluster.etcd.compact(world.cluster.etcd.revision)
+    etcd = world.cluster.etcd
+    if etcd.revision > etcd.compacted:
+        etcd.compact(etcd.revision)
     world.cluster.heal()
 
 

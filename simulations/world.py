@@ -6,8 +6,9 @@ launched again on whatever nodes live, as torchrun does. Faults come from a plan
 draws. Checkers (`simulations/checkers.py`) look at the world from outside.
 
 Contract: one seed is one run. The same seed gives the same event log, byte for byte. A run ends in
-one of four ways, told apart: ok, crash (an unexpected exception in the product), stuck (a wait
-without end) or wrong (a checker objects).
+one of these ways, told apart: ok; lost (more was lost than the layout promises to survive, and the
+restore said so); crash (an unexpected exception in the product); stuck (a wait without end); wrong
+(a checker objects).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from simulations.failures import FAULTS, plan
 
 JOB = r.Job(owner_uid=1000, name="world").key
 MAX_LAUNCHES = 50
-EXIT_CODES = {"ok": 0, "wrong": 1, "crash": 5, "stuck": 6}
+REFUSALS = 3
+EXIT_CODES = {"ok": 0, "lost": 4, "wrong": 1, "crash": 5, "stuck": 6}
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def run(options: Options) -> Result:
 
 def config() -> Config:
     """The product's defaults, with chunks and slots as small as the world's snapshots."""
-    return Config(chunk_bytes=1024, slot_round_bytes=4096)
+    return Config(chunk_bytes=1024, slot_round_bytes=4096, spread="rack")
 
 
 class World:
@@ -106,12 +108,14 @@ class World:
         for i in range(self.options.nodes):
             self.add_node(f"n{i}", f"rack{i % self.options.racks}")
         faults = asyncio.create_task(self.faults(), name="faults")
-        launcher = Launcher(self)
+        launcher = asyncio.create_task(Launcher(self).run(), name="launcher")
         try:
-            await launcher.run()
-            await faults
+            done, _ = await asyncio.wait((launcher, faults), return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
         finally:
             faults.cancel()
+            launcher.cancel()
             self.result.virtual_s = asyncio.get_running_loop().time()
             self.result.commits = self.checkers.commits_seen()
         self.checkers.at_end()
@@ -172,12 +176,18 @@ class Launcher:
         self.world = world
         self.options = world.options
         self.token = 0
+        self.refused = 0
+        """Launches in a row whose restore raised RestoreFailed."""
 
     async def run(self) -> None:
         """Launch until a launch reaches the last step."""
         while not await self.launch():
             await asyncio.sleep(3.0)
             assert self.token < MAX_LAUNCHES, f"the job failed {MAX_LAUNCHES} times"
+            if self.refused >= REFUSALS:
+                self.world.checkers.refused_for_good()
+                self.world.result.end = "lost"
+                return
 
     async def launch(self) -> bool:
         """One launch; True if all ranks reached the last step."""
@@ -203,6 +213,8 @@ class Launcher:
             simulated.trainer.kill()
         whys = [repr(t.exception()) for t in done if not t.cancelled() and t.exception()]
         self.world.cluster.log.add("launcher", "launch.ended", {"token": self.token, "why": whys})
+        refused = any(why.startswith("RestoreFailed") for why in whys)
+        self.refused = self.refused + 1 if refused else 0
         for task in done:
             if not task.cancelled() and isinstance(task.exception(), AssertionError):
                 raise task.exception()  # type: ignore[misc]

@@ -43,6 +43,9 @@ from p2pckpt.restore.pipeline import restore_rank
 from p2pckpt.restore.verify import bad_chunks, open_manifest, snapshot_table
 from topology.cluster import TopologyError
 
+BAD_NAMED = 256
+"""Wrong chunks that a reply names, of each piece."""
+
 Question = (
     w.JobsQuery
     | w.StepQuery
@@ -255,7 +258,7 @@ class Asking:
                 work = partial(bad_chunks, manifest, rank, shard, view)
                 chunks = await self.home.doors.workers.run(work, length)
             if chunks:
-                bad.append(w.BadPiece(rank, shard, tuple(chunks)))
+                bad.append(w.BadPiece(rank, shard, len(chunks), tuple(chunks[:BAD_NAMED])))
         return tuple(bad)
 
     # -- export -----------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from p2pckpt.errors import (
     NotJoined,
     UsageError,
 )
-from p2pckpt.ports import Compare, Put, TrainerId, Txn, absent, none_newer
+from p2pckpt.ports import Compare, Put, TrainerId, Txn, absent, none_newer, present
 from p2pckpt.wire import pack, unpack
 
 POLL_LEAD_S = 0.05
@@ -296,9 +296,10 @@ class Launches:
         ctx = self.ctx
         pieces = roster_pieces(joins)
         digest = hashlib.sha256(b"".join(pack(p) for p in pieces)).hexdigest()[:32]
-        for i, piece in enumerate(pieces):
-            key = ctx.keys.roster(digest, i)
+        keys = [ctx.keys.roster(digest, i) for i in range(len(pieces))]
+        for key, piece in zip(keys, pieces, strict=True):
             await ctx.transact(Txn((absent(key),), (Put(key, pack(piece)),)))
+        whole = tuple(present(key) for key in keys)  # a sweep may have taken one meanwhile
         generation = r.Generation(
             number=old.generation.number + 1 if old else 1,
             nonce=ctx.home.doors.ids.new(),
@@ -309,7 +310,8 @@ class Launches:
             layout=call.layout,
             keep_last=call.keep_last,
         )
-        if await ctx.transact(Txn(compares, (Put(ctx.keys.generation, pack(generation)),))):
+        put = Put(ctx.keys.generation, pack(generation))
+        if await ctx.transact(Txn((*compares, *whole), (put,))):
             ctx.note("generation", number=generation.number, nodes=len(joins))
 
     async def _adopted(self, launch: Launch) -> bool:

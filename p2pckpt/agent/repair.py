@@ -15,6 +15,7 @@ nothing more may be lost or no save is under way, else after a while, as a new s
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +36,9 @@ from p2pckpt.save.send import Crew, EncodedShare, crew_of, send_shard, substitut
 from p2pckpt.wire import pack
 
 LOOK_EVERY_S = 1.0
+AGAIN_S = 30.0
+"""After a repair that found no place for some shard, while nobody came or went."""
+
 PATIENCE_S = 10.0
 """While saves go on: the next commit places everything anew and mostly makes repair needless."""
 
@@ -80,6 +84,7 @@ class Repairing:
 
     ctx: JobContext
     looked: tuple[object, ...] = ()
+    again_at: float = math.inf
     noticed_at: float | None = None
     absent_since: dict[str, float] = field(default_factory=dict)
 
@@ -100,7 +105,7 @@ class Repairing:
             return
         members = (await ctx.home.living(config.keepalive_s)).members
         picture = (commit.attempt, tuple((n, m.store_id) for n, m in sorted(members.items())))
-        if picture == self.looked:
+        if picture == self.looked and ctx.home.now() < self.again_at:
             return
         groups = await groups_of(ctx, commit.attempt)
         if self._still_within_grace(groups, members):
@@ -121,7 +126,7 @@ class Repairing:
             )
         ]
         if not repairs:
-            self.looked, self.noticed_at = picture, None
+            self.looked, self.again_at, self.noticed_at = picture, math.inf, None
             return
         if not self._due(repairs):
             return
@@ -130,8 +135,9 @@ class Repairing:
             if repair.by == ctx.home.node:
                 sources = sources_of(repair.share, commit.attempt, facts)
                 whole &= await self.mend(commit, repair, sources, members)
-        if whole:
-            self.looked, self.noticed_at = picture, None
+        # What found no place now may find one later; at once when somebody comes or goes.
+        again_s = math.inf if whole else AGAIN_S
+        self.looked, self.again_at, self.noticed_at = picture, ctx.home.now() + again_s, None
 
     def _still_within_grace(
         self, groups: Sequence[r.GroupRecord], members: Mapping[str, r.Member]

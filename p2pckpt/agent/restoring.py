@@ -14,23 +14,18 @@ bytes that were read and were wrong quarantine a step.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-
-from msgspec import structs
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.bucket import offloaded_groups, offloaded_share
-from p2pckpt.agent.context import RETRY_S, JobContext, Roster
+from p2pckpt.agent.closing import Ballot, over, see_closed
+from p2pckpt.agent.context import JobContext, Roster
 from p2pckpt.agent.deciding import ask_all, decision_of, groups_of
-from p2pckpt.agent.gather import Gathering, hand_in, pause
+from p2pckpt.agent.gather import Gathering
 from p2pckpt.agent.holdings import Held, Want, document_name
 from p2pckpt.errors import (
     CheckpointError,
-    FormatError,
     IntegrityError,
     LedgerUnavailable,
     RestoreFailed,
@@ -40,25 +35,10 @@ from p2pckpt.errors import (
 from p2pckpt.jobstate import JobState
 from p2pckpt.ports import Put, Region, Txn, absent, present
 from p2pckpt.restore.fetch import OBJECT_STORE, Fetching
-from p2pckpt.restore.locate import Facts, decide_close, sources_of
+from p2pckpt.restore.locate import Facts, sources_of
 from p2pckpt.restore.pipeline import Fetched, Stage, restore_rank
 from p2pckpt.restore.verify import open_manifest, snapshot_table
 from p2pckpt.wire import pack
-
-REASON_CHARS = 80
-"""Of one rank's failure in a report: 512 ranks of a group stay below 64 KB."""
-
-
-@dataclass
-class Ballot:
-    """This node's side of a ballot: what its ranks reported, and until when it may take."""
-
-    decision: r.Decision
-    ranks: tuple[int, ...]
-    results: dict[int, w.RestoreDone] = field(default_factory=dict)
-    files: dict[int, Held] = field(default_factory=dict)
-    fetched: dict[int, Fetched] = field(default_factory=dict)
-    decide_s: float = 0.0
 
 
 def _source(bytes_from: dict[str, int]) -> str:
@@ -307,7 +287,7 @@ class Restoring:
             assert found is not None
             known = self.ballots[decision.ballot] = Ballot(decision, found[1].ranks)
             self.ctx.home.spawn(
-                f"ballot {decision.generation}/{decision.ballot}", self._run(roster, known)
+                f"ballot {decision.generation}/{decision.ballot}", self._see_closed(roster, known)
             )
         return known
 
@@ -316,7 +296,7 @@ class Restoring:
         ctx, key = self.ctx, (ballot.decision.generation, ballot.decision.ballot)
         ballot.results[rank] = done
         ctx.wake()
-        await ctx.until(lambda: key in ctx.state.closed or self._over(ballot), None)
+        await ctx.until(lambda: key in ctx.state.closed or over(ctx, ballot), None)
         await self._roster()
         if key not in ctx.state.closed:
             raise StaleGenerationError(
@@ -324,108 +304,13 @@ class Restoring:
             )
         return ctx.state.closed[key]
 
-    def _over(self, ballot: Ballot) -> bool:
-        """A newer generation ends every older ballot."""
-        generation = self.ctx.state.generation
-        return generation is not None and generation.number > ballot.decision.generation
-
-    async def _run(self, roster: Roster, ballot: Ballot) -> None:
-        """Hand in this node's report and see the ballot closed."""
-        ctx, decision = self.ctx, ballot.decision
-        key = (decision.generation, decision.ballot)
-        timeout_s = await self._timeout_s(decision)
-        deadline = ctx.home.now() + timeout_s
-
-        def ended() -> bool:
-            return key in ctx.state.closed or self._over(ballot)
-
-        def reported() -> bool:
-            results = ballot.results
-            return (
-                ended()
-                or set(results) == set(ballot.ranks)
-                or any(d.failed for d in results.values())
-            )
-
-        if await ctx.until(reported, timeout_s) and not ended():
-            handing = ctx.home.spawn(f"report {key}", self._report(roster, ballot, ended))
-        else:
-            handing = None
-        leads = roster.leads(ctx.home.node)
-        while not ended():
-            await pause(ctx, leads, ended)
-            if ended():
-                break
-            try:
-                await self._close(roster, decision, ctx.home.now() > deadline)
-            except (LedgerUnavailable, FormatError) as e:
-                ctx.note("close_later", why=str(e))
-                await ctx.until(ended, RETRY_S)
-        if handing is not None:
-            await asyncio.wait([handing], timeout=ctx.home.config.peer_timeout_s)
+    async def _see_closed(self, roster: Roster, ballot: Ballot) -> None:
+        """Until the ballot is closed; then this node's staging and reader's record go."""
+        await see_closed(self.ctx, roster, ballot, self.gathering)
         for held in ballot.files.values():
             if held.kind is r.FileKind.STAGE:
-                ctx.home.holdings.release(held)
-        await self._unregister(decision)
-
-    async def _timeout_s(self, decision: r.Decision) -> float:
-        """How long a ballot may take: longer for large shares, at the slowest link allowed for."""
-        config, shares = self.ctx.home.config, [0]
-        if decision.commit is not None:
-            try:
-                groups = await groups_of(self.ctx, decision.commit.attempt)
-                shares += [s.snapshot_bytes for group in groups for s in group.shares]
-            except CheckpointError as e:
-                self.ctx.note("ballot_bound", why=str(e))
-        return config.restore_timeout_s + max(shares) / config.floor_bytes_per_s
-
-    async def _report(self, roster: Roster, ballot: Ballot, ended: Callable[[], bool]) -> None:
-        ctx, decision = self.ctx, ballot.decision
-        results = sorted(ballot.results.items())
-        report = r.NodeReport(
-            node=ctx.home.node,
-            ranks=ballot.ranks,
-            failed=tuple((rank, d.failed[:REASON_CHARS]) for rank, d in results if d.failed),
-            retryable=all(d.retryable for _, d in results if d.failed),
-        )
-
-        async def write(group: int, pieces: list[w.HandIn]) -> bool:
-            record = r.GroupReport(
-                generation=decision.generation,
-                ballot=decision.ballot,
-                group=group,
-                reports=tuple(p.report for p in pieces if p.report is not None),
-            )
-            key = ctx.keys.report(decision.generation, decision.ballot, group)
-            fence = ctx.state.same_generation(decision.generation)
-            compares = (ctx.state.same_ledger(), fence, absent(key))
-            await ctx.transact(Txn(compares, (Put(key, pack(record)),)))
-            return await ctx.home.doors.ledger.get(key) is not None
-
-        piece = w.HandIn(
-            job=ctx.job,
-            node=ctx.home.node,
-            generation=decision.generation,
-            report=report,
-            ballot=decision.ballot,
-        )
-        await hand_in(ctx, roster, piece, self.gathering, write, ended)
-
-    async def _close(self, roster: Roster, decision: r.Decision, overdue: bool) -> None:
-        ctx = self.ctx
-        prefix = ctx.keys.reports_of(decision.generation, decision.ballot)
-        listing = await ctx.home.doors.ledger.list(prefix)
-        groups = [w.unpack(e.value, r.GroupReport) for e in listing.entries]
-        closed = decide_close(decision, groups, roster.generation.pieces, overdue)
-        if closed is None:
-            return
-        closed = structs.replace(closed, by=ctx.home.node)
-        key = ctx.keys.closed(decision.generation, decision.ballot)
-        fence = ctx.state.same_generation(decision.generation)
-        compares = (ctx.state.same_ledger(), fence, absent(key))
-        if await ctx.transact(Txn(compares, (Put(key, pack(closed)),))):
-            ctx.note("closed", ballot=decision.ballot, close=closed.close, reason=closed.reason)
-        await ctx.refresh()
+                self.ctx.home.holdings.release(held)
+        await self._unregister(ballot.decision)
 
     async def _unregister(self, decision: r.Decision) -> None:
         if decision.commit is None:

@@ -6,10 +6,12 @@ its own bytes after its own read (`JobContext._track`). There is no remote delet
 
 Outcomes and retirements would pile up, so the floor follows: everything below it is settled, and a
 commit or abort of such an attempt is refused by its own transaction. So a committer that slept
-through the clean-up can do no harm.
+through the clean-up can do no harm. What lies outside of the mirror (groups, reports, rosters) and
+belongs to earlier generations is swept once a generation.
 
 Contract: `decide_*` are pure. Never retired: one of the newest keep_last steps of the lineage, the
-base while the lineage has fewer than keep_last steps of its own, anything with a reader.
+base while the lineage has fewer than keep_last steps of its own, anything with a reader. Never
+swept: the groups of a step that is committed or offloaded.
 """
 
 from __future__ import annotations
@@ -20,7 +22,17 @@ from p2pckpt import records as r
 from p2pckpt.agent.context import RETRY_S, JobContext
 from p2pckpt.errors import LedgerForgot, LedgerUnavailable, StaleGenerationError
 from p2pckpt.jobstate import JobState
-from p2pckpt.ports import Put, Txn, absent, none_in, none_newer, prefix_end, present, value_is
+from p2pckpt.ports import (
+    Listing,
+    Put,
+    Txn,
+    absent,
+    none_in,
+    none_newer,
+    prefix_end,
+    present,
+    value_is,
+)
 from p2pckpt.wire import pack
 
 RECENT_OUTCOMES = 8
@@ -107,13 +119,13 @@ def decide_trim(state: JobState) -> Trim | None:
     while ordinal in decided:
         ordinal += 1
     floor = f"{number:010d}.{max(first, ordinal - RECENT_OUTCOMES):010d}"
-    pieces = state.generation.pieces
     deletes = []
     for _, outcome in sorted(state.outcomes.items()):
         if outcome.attempt.floor_key < floor:
             deletes.append(keys.outcome(outcome.attempt))
-            if outcome.verdict is r.Verdict.ABORT:
-                deletes += [keys.group(outcome.attempt, g) for g in range(pieces)]
+            if outcome.verdict is r.Verdict.ABORT and outcome.attempt.generation == number:
+                groups = range(state.generation.pieces)  # of earlier generations: `decide_sweep`
+                deletes += [keys.group(outcome.attempt, g) for g in groups]
     deletes += [keys.retirements + key for key in sorted(state.retired) if key < floor]
     current = state.current_lineage()
     for (generation, ballot), closed in sorted(state.closed.items()):
@@ -122,7 +134,6 @@ def decide_trim(state: JobState) -> Trim | None:
             continue
         if generation < number and closed != current and not state.known_steps(closed.lineage):
             deletes.append(keys.closed(generation, ballot))
-            deletes += [keys.report(generation, ballot, g) for g in range(pieces)]
     deletes += [keys.decision(g, b) for g, b in sorted(state.decisions) if g < number]
     return Trim(floor, tuple(deletes)) if floor != state.floor or deletes else None
 
@@ -137,14 +148,65 @@ def trim_txn(state: JobState, trim: Trim) -> Txn:
     return Txn(compares, (Put(state.keys.floor, trim.floor.encode()),), trim.deletes[:OPERATIONS])
 
 
+def decide_sweep(state: JobState, listing: Listing) -> tuple[str, ...]:
+    """Keys outside of ``keys.state`` that only generations before the present one could need.
+
+    ``listing``: of ``keys.root``, read after `state`. Groups, reports of ballots and of trainers go
+    by the generation in their name; rosters if they are not the present one's.
+    """
+    if state.generation is None:
+        return ()
+    keys, present_one = state.keys, f"{state.generation.number:010d}"
+    kept = {c.attempt.key for c in state.commits.values()} | set(state.offloaded)
+    unread = "\n".join(state.unreadable)
+    needless = []
+    for entry in listing.entries:
+        kind, name = (*entry.key[len(keys.root) :].split("/"), "")[:2]
+        match kind:
+            case "group":
+                known = name in kept or name in unread or state.commit_unreadable()
+                gone = name < present_one and not known
+            case "report" | "trainers":
+                gone = name < present_one
+            case "roster":
+                gone = name != state.generation.roster_digest
+            case _:
+                gone = False
+        if gone:
+            needless.append(entry.key)
+    return tuple(needless)
+
+
+def sweep_txns(state: JobState, needless: tuple[str, ...]) -> list[Txn]:
+    """At most OPERATIONS at a time, while the generation that was judged by stands.
+
+    A launch that forms meanwhile may lose its roster; its own transaction notices that.
+    """
+    fence = (state.same_ledger(), state.same_generation(_number(state)))
+    starts = range(0, len(needless), OPERATIONS)
+    return [Txn(fence, (), needless[at : at + OPERATIONS]) for at in starts]
+
+
 async def retire(ctx: JobContext) -> None:
-    """For ever: retire what is due, then trim; rank 0's agent at once, others if it does not."""
+    """For ever: retire what is due, then trim; rank 0's agent at once, others if it does not.
+
+    The sweep is rank 0's agent's alone: it reads all of the job, and the next generation's sweep
+    finds what this one left.
+    """
+    swept = 0
+
+    def wanted() -> bool:
+        return bool(_due(ctx)) or _led(ctx) not in (0, swept)
+
     while True:
-        await ctx.until(lambda: bool(_due(ctx)), None)
-        roster = ctx.roster
-        if roster is None or not roster.leads(ctx.home.node):
+        await ctx.until(wanted, None)
+        led = _led(ctx)
+        if not led:
             await ctx.until(lambda: not _due(ctx), OTHERS_AFTER_S)
         try:
+            if led not in (0, swept):
+                await _sweep(ctx)
+                swept = led
             await _retire_due(ctx)
         except (LedgerForgot, LedgerUnavailable, StaleGenerationError) as e:
             ctx.note("retire_later", why=str(e))
@@ -162,6 +224,22 @@ async def _retire_due(ctx: JobContext) -> None:
     if trim := decide_trim(truth):
         await ctx.transact(trim_txn(truth, trim))
     await ctx.refresh()
+
+
+async def _sweep(ctx: JobContext) -> None:
+    truth = await ctx.truth()
+    needless = decide_sweep(truth, await ctx.home.doors.ledger.list(ctx.keys.root))
+    for txn in sweep_txns(truth, needless):
+        await ctx.transact(txn)
+    if needless:
+        ctx.note("swept", keys=len(needless))
+
+
+def _led(ctx: JobContext) -> int:
+    """The present generation's number if this node has its rank 0, else 0."""
+    roster, number = ctx.roster, _number(ctx.state)
+    current = roster is not None and roster.generation.number == number
+    return number if current and roster and roster.leads(ctx.home.node) else 0
 
 
 def _number(state: JobState) -> int:

@@ -39,6 +39,8 @@ def decide_offer(offer: w.PutOffer, state: JobState, cut_off: bool) -> str:
         return f"ledger id {attempt.ledger_id[:8]} is not this job's ({state.ledger_id[:8]})"
     if cut_off:
         return "cut off from the ledger for longer than a lease"
+    if offer.index < 0 or min((*offer.lengths, offer.manifest_bytes - 1)) < 0:
+        return f"shard {offer.index}, {offer.lengths}, {offer.manifest_bytes}: need 0, 0, 1 or more"
     if state.committed(attempt) is not None:
         return ""  # a repair: it needs no fence, its bytes are named by the group record
     if state.generation is None or state.generation.number < attempt.generation:
@@ -47,8 +49,6 @@ def decide_offer(offer: w.PutOffer, state: JobState, cut_off: bool) -> str:
         return f"generation {attempt.generation} is over, {state.generation.number} began"
     if attempt.key in state.outcomes or state.settled(attempt):
         return "the attempt is decided"
-    if offer.index < 0 or min((*offer.lengths, offer.manifest_bytes - 1)) < 0:
-        return f"shard {offer.index}, {offer.lengths}, {offer.manifest_bytes}: need 0, 0, 1 or more"
     return ""
 
 
@@ -268,7 +268,7 @@ def check_shard(offer: w.PutOffer, packed: bytes, image: memoryview) -> r.Manife
         raise FormatError(f"manifest is of {manifest.owner}, {manifest.attempt.key}")
     k = manifest.layout.k
     lengths = tuple(entry.stored_bytes(offer.index, k) for entry in manifest.ranks)
-    if offer.index >= manifest.layout.shards or lengths != offer.lengths:
+    if not 0 <= offer.index < manifest.layout.shards or lengths != offer.lengths:
         raise FormatError(f"shard {offer.index}: manifest has {lengths}, offer {offer.lengths}")
     at = 0
     for entry, length in zip(manifest.ranks, lengths, strict=True):

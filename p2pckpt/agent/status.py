@@ -19,6 +19,7 @@ from p2pckpt.agent.context import Home, JobContext
 from p2pckpt.agent.deciding import ask_all, groups_of
 from p2pckpt.errors import CheckpointError
 from p2pckpt.restore.locate import Facts, sources_of
+from p2pckpt.save.offload import due
 from topology.cluster import LEVELS, Cluster, Node, TopologyError
 from topology.survive import Share, worst_case
 
@@ -70,11 +71,15 @@ async def _job(ctx: JobContext) -> dict[str, Any]:
         "lineage": closed.lineage if closed else None,
         "steps": state.steps(closed.lineage) if closed else [],
         "latest": latest.attempt.step if latest else None,
+        "offloaded": sorted(o.commit.attempt.step for o in state.offloaded.values()),
+        "offload_due": [c.attempt.step for c in due(state, ctx.home.config.offload_every)],
         "held_bytes": sum(h.length for h in ctx.home.holdings.of_job(ctx.job)),
         "unreadable": dict(state.unreadable),
         "redundancy": None,
     }
-    if latest is not None:
+    if latest is not None and state.committed(latest.attempt) is None:
+        document["redundancy_why"] = f"step {latest.attempt.step} is in the object store only"
+    elif latest is not None:
         try:
             document["redundancy"] = await redundancy(ctx, latest)
         except (CheckpointError, TopologyError) as e:

@@ -172,6 +172,8 @@ def verify(step: str, job: str | None, agent: str | None, json_file: str | None)
     lost, wrong = lost_ranks(found, files), [f for f in files if f.state != "right"]
     code = EXIT_FAILED if lost else EXIT_DEGRADED if wrong else EXIT_DONE
     lines = [_file_line(f) for f in files]
+    if found.told.silent:
+        lines.append(f"agents that did not answer: {', '.join(found.told.silent)}")
     lines += lost or [f"all {found.told.commit.world_size} ranks of the step can be restored"]
     advice = "repair brings back what is missing; a new save replaces what is wrong"
     if lost:
@@ -181,6 +183,7 @@ def verify(step: str, job: str | None, agent: str | None, json_file: str | None)
         "step": found.told.commit.attempt.step,
         "restorable": not lost,
         "lost": lost,
+        "silent": list(found.told.silent),
         "files": [f.document() for f in files],
     }
     finish("verify", json_file, document, "\n".join(lines), code, advice)
@@ -227,8 +230,8 @@ def _check(link: AgentLink, step: Step, file: Checked) -> Checked:
 
 def _file_line(f: Checked) -> str:
     wrong = "; ".join(
-        f"rank {p.rank} shard {p.shard} chunks {' '.join(map(str, p.chunks[:8]))}"
-        + (" ..." if len(p.chunks) > 8 else "")
+        f"rank {p.rank} shard {p.shard}: {p.count} chunks, {' '.join(map(str, p.chunks[:8]))}"
+        + (" ..." if p.count > 8 else "")
         for p in f.bad
     )
     what = f"{f.kind} {f.part} of {f.share}"

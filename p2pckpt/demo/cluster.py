@@ -120,6 +120,14 @@ class Launch:
         """Did all ranks end well?"""
         return all(rank.poll() == 0 for rank in self.ranks)
 
+    def last_words(self) -> str:
+        """The last lines that a rank which failed wrote."""
+        for number, (rank, log) in enumerate(zip(self.ranks, self.logs, strict=True)):
+            if rank.poll():
+                lines = log.read_text(errors="replace").split("\n")
+                return f"rank {number}: {' | '.join(filter(None, lines[-4:]))[-500:]}"
+        return "no rank failed"
+
     def stop(self) -> None:
         """End and reap all ranks."""
         for rank in self.ranks:

@@ -53,6 +53,32 @@ class Kill:
     back_s: float | None = None
     replaced_by: list[str] = field(default_factory=list)
 
+    def tell(self, restored: list[dict[str, Any]], saves: list[dict[str, Any]]) -> None:
+        """Where the killed ranks' bytes came from, and what took how long.
+
+        ``restored``, ``saves``: what the ranks wrote down. A rank that found its bytes on a node
+        which had not made them owes them to the repair, so to peers.
+        """
+        mine = [e for e in restored if e["rank"] in self.ranks] or restored
+        made = {(e["rank"], e["step"]): e["node"] for e in saves}
+        sources = set()
+        for e in mine:
+            moved = e["source"] == "local" and made.get((e["rank"], e["step"])) != e["node"]
+            sources.add("peers" if moved else e["source"])
+            if moved:
+                self.repaired.append(e["rank"])
+            for node, size in (e["bytes_from"] or {e["node"]: e["snapshot_bytes"]}).items():
+                self.bytes_from[node] = self.bytes_from.get(node, 0) + size
+        self.source = sources.pop() if len(sources) == 1 else "mixed"
+        self.restored_step = restored[0]["step"]
+
+        def longest(*names: str) -> float:
+            return max(sum(float(e["seconds"].get(name, 0.0)) for name in names) for e in mine)
+
+        self.decide_s, self.fetch_s = longest("decide"), longest("fetch")
+        self.decode_s, self.verify_s = longest("decode"), longest("verify", "check")
+        self.load_s = longest("load")
+
     @property
     def whom(self) -> str:
         """For people: what was killed."""

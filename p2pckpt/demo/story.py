@@ -230,7 +230,9 @@ class Story:
             codes = [rank.poll() for rank in launch.ranks]
             self.timeline.say(f"ranks ended by themselves, exit codes {codes}; starting again")
             if self.failures >= RELAUNCHES:
-                raise DemoFailedError(f"exit codes {codes}, {RELAUNCHES} times; {_tail(launch)}")
+                raise DemoFailedError(
+                    f"exit codes {codes}, {RELAUNCHES} times; {launch.last_words()}"
+                )
         return self._launch()
 
     def _launch(self) -> Launch:
@@ -258,7 +260,7 @@ class Story:
             raise DemoFailedError(f"ranks {anew} train without having restored anything")
         if len(restored) < len(launch.ranks) or not steps:
             return
-        tell_restored(kill, restored, self.journal)
+        kill.tell(restored, self.journal.of("save"))
         kill.steps_lost = newest - restored[0]["step"]
         kill.back_s = steps[0]["time"] - struck_at
         up = max(e["time"] for e in self.journal.of("up", launch.number))
@@ -372,7 +374,7 @@ class Story:
             self.timeline.step(self.reference.newest(), "to compare", "no failures")
             self._stalled("a step of the training without failures")
         if not launch.succeeded:
-            raise DemoFailedError(f"training without failures ended badly: {_tail(launch)}")
+            raise DemoFailedError(f"training without failures ended badly: {launch.last_words()}")
         self.reference.read()
         summary.losses_compared = len(self.journal.of("step"))
         summary.losses_bit_identical = losses_identical(self.journal, self.reference)
@@ -403,35 +405,3 @@ class Story:
     def _show(self, launch: Launch) -> None:
         waits = "restarting" if self.struck else f"next: {(*self.strikes, 'end')[0]}"
         self.timeline.step(self.journal.newest(launch.number), waits)
-
-
-def tell_restored(kill: Kill, restored: list[dict[str, Any]], journal: Journal) -> None:
-    """Where the killed ranks' bytes came from, and what took how long."""
-    mine = [e for e in restored if e["rank"] in kill.ranks] or restored
-    made = {(e["rank"], e["step"]): e["node"] for e in journal.of("save")}
-    sources = set()
-    for e in mine:
-        away = e["source"] == "local" and made.get((e["rank"], e["step"])) != e["node"]
-        sources.add("peers" if away else e["source"])
-        if away:
-            kill.repaired.append(e["rank"])
-        for node, size in (e["bytes_from"] or {e["node"]: e["snapshot_bytes"]}).items():
-            kill.bytes_from[node] = kill.bytes_from.get(node, 0) + size
-    kill.source = sources.pop() if len(sources) == 1 else "mixed"
-    kill.restored_step = restored[0]["step"]
-
-    def longest(*names: str) -> float:
-        return max(sum(float(e["seconds"].get(name, 0.0)) for name in names) for e in mine)
-
-    kill.decide_s, kill.fetch_s = longest("decide"), longest("fetch")
-    kill.decode_s, kill.verify_s = longest("decode"), longest("verify", "check")
-    kill.load_s = longest("load")
-
-
-def _tail(launch: Launch) -> str:
-    """The last line that a rank which failed wrote."""
-    for rank, (process, log) in enumerate(zip(launch.ranks, launch.logs, strict=True)):
-        if process.poll():
-            lines = log.read_text(errors="replace").split("\n")
-            return f"rank {rank}: {' | '.join(line for line in lines[-4:] if line)[-500:]}"
-    return "no rank failed"

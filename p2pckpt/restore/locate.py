@@ -185,8 +185,9 @@ def _nothing(facts: Facts, step: int | None) -> Finding:
         f"ledger {f.attempt.ledger_id[:8]}"
         for node in sorted(facts.answers)
         for f in facts.answers[node].files
-        if f.attempt.ledger_id not in {state.ledger_id, *state.cleaned}
-        or f.attempt.generation > number  # the ledger went back
+        if f.attempt.ledger_id not in state.cleaned
+        # a generation above the present one: the ledger went back
+        and (f.attempt.ledger_id != state.ledger_id or f.attempt.generation > number)
     ]
     if strangers:
         return Finding(

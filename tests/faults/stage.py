@@ -68,7 +68,7 @@ async def until(ready, timeout_s=120.0, every_s=0.05):
 
 
 class Heard(list):
-    """The events of a log; the story may act at the very moment of one."""
+    """The events of a log; the story may act right after one, before the next message arrives."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ class Heard(list):
         for trap in list(self.traps):
             if trap in self.traps and trap[0](who, what, facts):
                 self.traps.remove(trap)
-                trap[1]()
+                asyncio.get_running_loop().call_later(1e-5, trap[1])
 
 
 class ToldLedger:

@@ -3,6 +3,7 @@
 One cluster for the module. Steps are looked at, proven, damaged, taken out; a job is cleaned up.
 """
 
+import hashlib
 import json
 import os
 import select
@@ -228,10 +229,10 @@ def test_verify_right_and_wrong(cluster):
     d = document("verify", 3, "--job", "demo", code=4, agent=socket)
     (wrong,) = [f for f in d["files"] if f["state"] != "right"]
     assert (wrong["node"], wrong["kind"], wrong["part"]) == ("n1", "slot", slot["part"])
-    assert wrong["wrong"] == [{"rank": 1, "shard": 0, "chunks": [200_000 // 65536]}]
+    assert wrong["wrong"] == [{"rank": 1, "shard": 0, "count": 1, "chunks": [200_000 // 65536]}]
     assert d["restorable"]
     text, err = command("verify", 3, "--job", "demo", code=4, agent=socket)
-    assert "rank 1 shard 0 chunks 3" in text
+    assert "rank 1 shard 0: 1 chunks, 3" in text
     assert "repair" in advice(err)
     heal()
     command("verify", 3, "--job", "demo", agent=socket)
@@ -376,16 +377,24 @@ def files_of(cluster, node, job):
     return out
 
 
+def beside(cluster, node, job):
+    """What an agent remembers of a job's ledger."""
+    digest = hashlib.sha256(f"{UID}.{job}".encode()).hexdigest()[:16]
+    return list((cluster.ram / node).glob(f"*-{digest}*.doc"))
+
+
 def test_clean_leaves_nothing_and_the_name_can_be_used_again(cluster):
     nodes = ("n0", "n1", "n2")
     cluster.train("gone", 2, nodes)
-    assert any(files_of(cluster, name, "gone") for name in cluster.names)
+    assert all(files_of(cluster, name, "gone") for name in nodes)
+    assert all(beside(cluster, name, "gone") for name in nodes)
     d = document("clean", "--job", "gone", "--yes", agent=cluster.socket("n3"))
     assert (d["steps"], d["left"], d["away"]) == ([2], [], [])
     (tomb,) = cluster.keys("gone")
     assert tomb.startswith("state/cleaned/")
     for name in cluster.names:
         until(lambda name=name: not files_of(cluster, name, "gone"))
+        until(lambda name=name: not beside(cluster, name, "gone"))
     jobs = document("job", "ls", agent=cluster.socket("n0"))["jobs"]
     assert f"{UID}.gone" not in jobs
     status = document("status", agent=cluster.socket("n0"))

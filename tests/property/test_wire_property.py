@@ -17,8 +17,35 @@ from p2pckpt.wire import KINDS, pack, unpack, unpack_any
 
 few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+layouts = st.integers(1, r.MAX_SHARDS).flatmap(
+    lambda k: st.builds(r.Layout, k=st.just(k), m=st.integers(0, r.MAX_SHARDS - k))
+)
+
+
+@st.composite
+def manifests(draw):
+    """A manifest that agrees with itself: its tables have an entry for each stored chunk."""
+    layout, chunk = draw(layouts), draw(st.integers(1, 8))
+    entries = []
+    for rank in sorted(draw(st.sets(st.integers(0, 2**40), max_size=3))):
+        length = draw(st.integers(0, 40))
+        size = -(-(-(-length // layout.k)) // chunk) * chunk
+        stored = [max(0, min(size, length - i * size)) for i in range(layout.k)]
+        stored += [size] * layout.m
+        tables = tuple(draw(st.binary(min_size=n, max_size=n))
+                       for n in (4 * -(-s // chunk) for s in stored))  # fmt: skip
+        header, meta = draw(st.binary(max_size=12)), draw(texts)
+        entries.append(r.RankSnapshot(rank, length, size, tables, header, meta))
+    words = [draw(texts) for _ in range(3)]
+    return r.Manifest(
+        draw(OWN[r.Attempt]), words[0], words[1], layout, chunk, words[2], tuple(entries),
+        draw(st.none() | texts),
+    )  # fmt: skip
+
+
 OWN = {
-    r.Layout: st.builds(r.Layout, k=st.integers(1, 200), m=st.integers(0, 55)),
+    r.Layout: layouts,
+    r.Manifest: manifests(),
     r.Job: st.builds(
         r.Job, st.integers(0, 2**32), st.from_regex(r"[a-z][a-z_-]{0,9}", fullmatch=True)
     ),

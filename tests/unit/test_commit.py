@@ -12,7 +12,7 @@ from ledger_world import KEYS, LEDGER, RS, Book, attempt, group_record, outcome_
 
 from p2pckpt import records as r
 from p2pckpt.backends.inproc.ledger import MAX_TXN_COMPARES, MAX_TXN_OPERATIONS
-from p2pckpt.errors import FormatError, StaleGenerationError
+from p2pckpt.errors import FormatError, StaleGenerationError, UsageError
 from p2pckpt.ports import Txn
 from p2pckpt.save.commit import (
     Demand,
@@ -305,17 +305,15 @@ def full_group(layout, ranks=8):
     return r.GroupRecord(attempt=job, group=0, shares=tuple(shares))
 
 
-@pytest.mark.parametrize("layout", ["copies:2", "rs:2,1", "rs:4,2", "rs:8,3", "rs:16,4"])
+@pytest.mark.parametrize("layout", ["copies:2", "rs:2,1", "rs:4,2", "rs:8,3", "rs:16,4", "copies:20"])
 def test_a_full_group_record_fits_the_ledger(layout):
     assert len(pack(full_group(r.Layout.parse(layout)))) <= MAX_RECORD_BYTES
 
 
-@pytest.mark.xfail(
-    strict=True, reason="64 shares with many holders exceed 64 KB: such a layout never commits"
-)
-@pytest.mark.parametrize("layout", ["rs:20,5", "rs:24,8"])
-def test_a_full_group_record_of_a_wide_layout_fits_the_ledger(layout):
-    assert len(pack(full_group(r.Layout.parse(layout)))) <= MAX_RECORD_BYTES
+@pytest.mark.parametrize("layout", ["rs:17,4", "rs:20,5", "rs:24,8", "copies:21"])
+def test_a_layout_whose_full_group_could_not_fit_is_no_layout(layout):
+    with pytest.raises(UsageError, match="k \\+ m <= 20"):
+        r.Layout.parse(layout)
 
 
 def test_the_ledger_id_is_the_one_that_was_read():

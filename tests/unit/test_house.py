@@ -41,6 +41,7 @@ STORIES = {
 
 NOUNS = {
     "topology.cluster", "topology.place", "p2pckpt.coding.table", "p2pckpt.cli.output",
+    "p2pckpt.cli.step",
     "simulations.checkers", "simulations.clock",
 }  # fmt: skip
 """Siblings that everybody in their package may import: they are nouns, not stages."""

@@ -116,13 +116,15 @@ def test_a_damaged_record_is_unreadable_until_it_is_written_again():
     assert not book.state().unreadable
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the head promises 'understood or listed unreadable'; it is dropped"
-)
 def test_a_key_of_a_later_release_is_not_passed_over_in_silence():
-    book = Book()
-    book.put(KEYS.state + "schedule/1", b"anything")
-    assert book.state().unreadable
+    book, key = Book(), KEYS.state + "schedule/1"
+    book.put(key, b"anything")
+    state = book.state()
+    assert state.unreadable == {key: "unknown key"}
+    assert not state.doubtful()
+    book.delete(key)
+    state.apply_all(book.etcd.changes(KEYS.state, state.revision + 1))
+    assert not state.unreadable
 
 
 # -- settled ---------------------------------------------------------------------------------------

@@ -214,13 +214,21 @@ def test_a_silent_agent_never_makes_nothing():
         assert found.choice is not r.Choice.NOTHING
 
 
-def test_unreadable_records_are_cannot_know():
-    for key in (KEYS.commit("L1", 99), KEYS.closed(1, 9), KEYS.outcome(A)):
+def test_unreadable_records_that_could_tell_a_newer_step_are_cannot_know():
+    for key in (KEYS.commit("L1", 99), KEYS.closed(1, 9), KEYS.generation):
         book, (commit,) = with_steps(20)
         book.put(key, b"damaged")
         found = decide_restore(facts(book, slots(commit.attempt)), None, 4)
         assert found.choice is r.Choice.UNPROVEN
         assert key in found.reason
+
+
+def test_other_unreadable_records_do_not_keep_a_job_from_its_newest_step():
+    for key in (KEYS.outcome(A), KEYS.retired(A), KEYS.decision(1, 9), KEYS.floor):
+        book, (commit,) = with_steps(20)
+        book.put(key, b"damaged")
+        assert key in book.state().unreadable
+        assert decide_restore(facts(book, slots(commit.attempt)), None, 4).commit == commit
 
 
 def test_a_step_that_was_asked_for_is_that_step_or_an_error():

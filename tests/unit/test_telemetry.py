@@ -82,8 +82,8 @@ def test_the_text_format():
     found = lines(t)
     assert found == [
         f"# TYPE {PREFIX}saves_total counter",
-        f'{PREFIX}saves_total{{what="a"}} 1',
-        f'{PREFIX}saves_total{{what="say \\"b\\\\\\""}} 1',
+        f'{PREFIX}saves_total{{what="a"}} 1.0',
+        f'{PREFIX}saves_total{{what="say \\"b\\\\\\""}} 1.0',
         f"# TYPE {PREFIX}spare gauge",
         f"{PREFIX}spare 1.5",
     ]

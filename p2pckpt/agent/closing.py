@@ -1,0 +1,151 @@
+"""The end of a ballot: one report a node, one record a group, one closing for all ranks.
+
+Each node of the roster reports how its ranks fared; the reports of a group become one record, as
+shares do (`gather`), and anybody who sees them all, or sees the time run out, puts the closing.
+`restore()` returns on no rank before it stands.
+
+Contract: create-if-absent, fenced by the ballot's own generation. A ballot that is overdue closes
+as RETRY, which never quarantines; a newer generation ends it without a closing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from msgspec import structs
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.agent.context import RETRY_S, JobContext, Roster
+from p2pckpt.agent.deciding import groups_of
+from p2pckpt.agent.gather import Gathering, hand_in, pause
+from p2pckpt.agent.holdings import Held
+from p2pckpt.errors import CheckpointError, FormatError, LedgerUnavailable
+from p2pckpt.ports import Put, Txn, absent
+from p2pckpt.restore.locate import decide_close
+from p2pckpt.restore.pipeline import Fetched
+from p2pckpt.wire import pack
+
+REASON_CHARS = 80
+"""Of one rank's failure in a report: 512 ranks of a group stay below 64 KB."""
+
+
+@dataclass
+class Ballot:
+    """This node's side of a ballot: what its ranks reported, and until when it may take."""
+
+    decision: r.Decision
+    ranks: tuple[int, ...]
+    results: dict[int, w.RestoreDone] = field(default_factory=dict)
+    files: dict[int, Held] = field(default_factory=dict)
+    fetched: dict[int, Fetched] = field(default_factory=dict)
+    decide_s: float = 0.0
+
+
+def over(ctx: JobContext, ballot: Ballot) -> bool:
+    """A newer generation ends every older ballot."""
+    generation = ctx.state.generation
+    return generation is not None and generation.number > ballot.decision.generation
+
+
+async def see_closed(ctx: JobContext, roster: Roster, ballot: Ballot, gathering: Gathering) -> None:
+    """Hand in this node's report and see the ballot closed."""
+    decision = ballot.decision
+    key = (decision.generation, decision.ballot)
+    timeout_s = await _timeout_s(ctx, decision)
+    deadline = ctx.home.now() + timeout_s
+
+    def ended() -> bool:
+        return key in ctx.state.closed or over(ctx, ballot)
+
+    def reported() -> bool:
+        results = ballot.results
+        return (
+            ended() or set(results) == set(ballot.ranks) or any(d.failed for d in results.values())
+        )
+
+    if await ctx.until(reported, timeout_s) and not ended():
+        handing = ctx.home.spawn(f"report {key}", _report(ctx, roster, ballot, gathering, ended))
+    else:
+        handing = None
+    leads = roster.leads(ctx.home.node)
+    while not ended():
+        await pause(ctx, leads, ended)
+        if ended():
+            break
+        try:
+            await _close(ctx, roster, decision, ctx.home.now() > deadline)
+        except (LedgerUnavailable, FormatError) as e:
+            ctx.note("close_later", why=str(e))
+            await ctx.until(ended, RETRY_S)
+    if handing is not None:
+        await asyncio.wait([handing], timeout=ctx.home.config.peer_timeout_s)
+
+
+async def _timeout_s(ctx: JobContext, decision: r.Decision) -> float:
+    """How long a ballot may take: longer for large shares, at the slowest link allowed for."""
+    config, shares = ctx.home.config, [0]
+    if decision.commit is not None:
+        try:
+            groups = await groups_of(ctx, decision.commit.attempt)
+            shares += [s.snapshot_bytes for group in groups for s in group.shares]
+        except CheckpointError as e:
+            ctx.note("ballot_bound", why=str(e))
+    return config.restore_timeout_s + max(shares) / config.floor_bytes_per_s
+
+
+async def _report(
+    ctx: JobContext,
+    roster: Roster,
+    ballot: Ballot,
+    gathering: Gathering,
+    ended: Callable[[], bool],
+) -> None:
+    decision = ballot.decision
+    results = sorted(ballot.results.items())
+    report = r.NodeReport(
+        node=ctx.home.node,
+        ranks=ballot.ranks,
+        failed=tuple((rank, d.failed[:REASON_CHARS]) for rank, d in results if d.failed),
+        retryable=all(d.retryable for _, d in results if d.failed),
+    )
+
+    async def write(group: int, pieces: list[w.HandIn]) -> bool:
+        record = r.GroupReport(
+            generation=decision.generation,
+            ballot=decision.ballot,
+            group=group,
+            reports=tuple(p.report for p in pieces if p.report is not None),
+        )
+        key = ctx.keys.report(decision.generation, decision.ballot, group)
+        fence = ctx.state.same_generation(decision.generation)
+        compares = (ctx.state.same_ledger(), fence, absent(key))
+        await ctx.transact(Txn(compares, (Put(key, pack(record)),)))
+        return await ctx.home.doors.ledger.get(key) is not None
+
+    piece = w.HandIn(
+        job=ctx.job,
+        node=ctx.home.node,
+        generation=decision.generation,
+        report=report,
+        ballot=decision.ballot,
+    )
+    await hand_in(ctx, roster, piece, gathering, write, ended)
+
+
+async def _close(ctx: JobContext, roster: Roster, decision: r.Decision, overdue: bool) -> None:
+    prefix = ctx.keys.reports_of(decision.generation, decision.ballot)
+    listing = await ctx.home.doors.ledger.list(prefix)
+    groups = [w.unpack(e.value, r.GroupReport) for e in listing.entries]
+    closed = decide_close(decision, groups, roster.generation.pieces, overdue)
+    if closed is None:
+        return
+    closed = structs.replace(closed, by=ctx.home.node)
+    key = ctx.keys.closed(decision.generation, decision.ballot)
+    fence = ctx.state.same_generation(decision.generation)
+    compares = (ctx.state.same_ledger(), fence, absent(key))
+    if await ctx.transact(Txn(compares, (Put(key, pack(closed)),))):
+        ctx.note("closed", ballot=decision.ballot, close=closed.close, reason=closed.reason)
+    await ctx.refresh()

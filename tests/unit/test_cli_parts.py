@@ -1,0 +1,193 @@
+"""The pure parts of the commands: what a step is worth, what a header says, verdicts on a node."""
+
+import json
+import resource
+from itertools import combinations
+from math import ceil
+
+import pytest
+import torch
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.cli import doctor as d
+from p2pckpt.cli.output import job_key
+from p2pckpt.cli.step import Checked, Step, files_of, lost_ranks, tensors_of
+from p2pckpt.config import Config
+from p2pckpt.errors import FormatError, UsageError
+from p2pckpt.save import snapshot
+from p2pckpt.save.encode import header_of
+
+CHUNK, LAYOUT = 512, r.Layout(2, 1)
+A = r.Attempt("1" * 32, "1000.job", 1, 2, 3)
+SLOT, SHARD = r.FileKind.SLOT, r.FileKind.SHARD
+
+
+def test_the_key_of_a_job():
+    assert job_key(None) == ""
+    assert job_key("7.run") == "7.run"
+    assert job_key("run").endswith(".run")
+    for wrong in ("x.run", "7.", ".run", "a b", ""):
+        with pytest.raises(UsageError):
+            job_key(wrong)
+
+
+# -- a step ----------------------------------------------------------------------------------------
+
+
+def step_of(lengths=(1500, 600), owners=("n0",)):
+    """One share with two ranks of 3 and 2 chunks; shard i on node h<i>, slots on n0."""
+    entries = []
+    for rank, length in enumerate(lengths):
+        size = ceil(ceil(length / 2) / CHUNK) * CHUNK
+        stored = [max(0, min(size, length - i * size)) for i in range(2)]
+        tables = [bytes(4 * -(-n // CHUNK)) for n in (*stored, size)]
+        entries.append(r.RankSnapshot(rank, length, size, tuple(tables)))
+    manifest = r.Manifest(A, "n0", "s", LAYOUT, CHUNK, "crc32c/1", tuple(entries))
+    share = r.SealedShare("n0", "s", (0, 1), "digest", sum(lengths), ("s0", "s1", "s2"))
+    commit = r.Commit(A, "L", LAYOUT, 2, 1)
+    held = {n: [(SLOT, 0), (SLOT, 1)] for n in owners}
+    held |= {f"h{i}": [(SHARD, i)] for i in range(3)}
+    replies = {
+        n: w.HeldReply(n, tuple(w.HeldFile(A, k, "n0", p, "digest") for k, p in files), 1)
+        for n, files in held.items()
+    }
+    groups = (r.GroupRecord(A, 0, (share,)),)
+    return Step(w.StepReply("1000.job", commit, groups, replies, (), "{}"), {"n0": manifest})
+
+
+def found(step, wrong=(), bad=()):
+    """All files right, but those of `wrong` (kind, part), and the pieces of `bad` in theirs."""
+    out = []
+    for f in files_of(step):
+        place = (f.share, f.kind, f.part, f.node, f.length)
+        pieces = tuple(w.BadPiece(rank, i, 1, (0,)) for k, p, rank, i in bad if f.kind == k
+                       and f.part == p)  # fmt: skip
+        if (f.kind, f.part) in wrong or not f.node:
+            out.append(f)
+        else:
+            out.append(Checked(*place, "wrong" if pieces else "right", pieces))
+    return out
+
+
+def test_files_of_a_step_and_their_lengths():
+    files = {(f.kind, f.part, f.node): f.length for f in files_of(step_of())}
+    assert files == {
+        (SLOT, 0, "n0"): 1500,
+        (SLOT, 1, "n0"): 600,
+        (SHARD, 0, "h0"): 1024 + 512,
+        (SHARD, 1, "h1"): 476 + 88,
+        (SHARD, 2, "h2"): 1024 + 512,
+    }
+    gone = {(f.kind, f.part): f.node for f in files_of(step_of(owners=()))}
+    assert gone[SLOT, 0] == gone[SLOT, 1] == ""
+
+
+def test_a_step_is_lost_exactly_when_a_rank_has_less_than_k_pieces():
+    step = step_of()
+    parts = [(SLOT, 0), (SLOT, 1), (SHARD, 0), (SHARD, 1), (SHARD, 2)]
+    for n in range(len(parts) + 1):
+        for wrong in combinations(parts, n):
+            shards = sum(kind is SHARD for kind, _ in wrong)
+            lost = [rank for rank in (0, 1) if (SLOT, rank) in wrong and shards > 1]
+            says = lost_ranks(step, found(step, wrong))
+            assert len(says) == len(lost), (wrong, says)
+            assert all(f"rank {rank} of n0" in why for rank, why in zip(lost, says, strict=True))
+
+
+def test_wrong_pieces_count_one_by_one():
+    step = step_of()
+    wrong = [(SHARD, 1), (SHARD, 2)]
+    assert lost_ranks(step, found(step, wrong, [(SLOT, 0, 0, 0)])) == [], "shard 0 has that piece"
+    says = lost_ranks(step, found(step, wrong, [(SLOT, 0, 0, 1)]))
+    assert says == ["rank 0 of n0: pieces [0] are right, 2 of 3 are needed"]
+    says = lost_ranks(step, found(step, [(SLOT, 1), (SHARD, 2)], [(SHARD, 0, 1, 0)]))
+    assert len(says) == 1
+    assert "rank 1" in says[0]
+
+
+def test_an_empty_piece_is_always_there_and_a_lost_manifest_loses_all():
+    short = step_of(lengths=(100, 100))  # all in shard 0; shard 1 is empty
+    assert lost_ranks(short, found(short, [(SLOT, 0), (SLOT, 1), (SHARD, 1), (SHARD, 2)])) == []
+    blind = Step(short.told, {"n0": None})
+    assert "no right copy of the manifest" in lost_ranks(blind, found(blind))[0]
+
+
+def test_tensors_of_a_real_snapshot():
+    state = {"w": torch.zeros(3, 5), "c": torch.zeros(7, dtype=torch.complex64), "n": {"x": 1}}
+    plan = snapshot.plan(state)
+    image = bytearray(plan.capacity_bytes)
+    length = snapshot.write(plan, memoryview(image))
+    listed = {t["dtype"]: t for t in tensors_of(header_of(memoryview(image)[:length]))}
+    assert listed["F32"]["shape"] == [3, 5]
+    assert listed["F32"]["bytes"] == 60
+    assert listed["complex64"]["shape"] == [7]
+    assert len(listed) == 2
+    for wrong in (b"", b"{}", b"[1]", b'{"__metadata__":{"p2pckpt":"[]"}}'):
+        with pytest.raises(FormatError):
+            tensors_of(wrong)
+
+
+# -- doctor ----------------------------------------------------------------------------------------
+
+WHEEL = "/x/site-packages/libucx/lib/libucp.so"
+
+
+def facts(transports, library=WHEEL):
+    return {"ucx": "1.21.0", "transports": transports, "library": library}
+
+
+def test_locked_memory_names_the_limit():
+    check = d.check_locked(8 << 20, 1 << 30)
+    assert (check.verdict, "8192 KiB" in check.found) == ("warn", True)
+    assert "memlock" in check.do
+    assert d.check_locked(1 << 30, 1 << 30).verdict == "ok"
+    assert d.check_locked(resource.RLIM_INFINITY, 1 << 40).verdict == "ok"
+
+
+def test_ucx_and_rdma():
+    ucx, rdma = d.check_ucx(facts("self/memory tcp/eth0 tcp/lo"), [])
+    assert (ucx.verdict, rdma.verdict) == ("ok", "ok")
+    assert "wheel" in ucx.found
+    assert "system UCX" in rdma.found
+    ucx, rdma = d.check_ucx(facts("tcp/eth0"), ["mlx5_0"])
+    assert (rdma.verdict, "mlx5_0" in rdma.found, "verbs" in rdma.do) == ("warn", True, True)
+    system = facts("tcp/eth0 rc_mlx5/mlx5_0:1 dc_mlx5/mlx5_0:1", "/usr/lib/libucp.so.0")
+    ucx, rdma = d.check_ucx(system, ["mlx5_0"])
+    assert (rdma.verdict, rdma.found) == ("ok", "in use: mlx5_0:1")
+    assert "system library" in ucx.found
+    assert d.check_ucx(facts("self/memory"), [])[0].verdict == "warn"
+
+
+def test_etcd_releases_and_latency():
+    assert d.check_etcd("e", "3.5.16", 0.001, False).verdict == "ok"
+    assert d.check_etcd("e", "3.5.1", 0.001, False).verdict == "fail"
+    assert d.check_etcd("e", "3.5.1", 0.001, True).verdict == "warn"
+    slow = d.check_etcd("e", "3.5.16", 0.5, False)
+    assert (slow.verdict, "500.0 ms" in slow.found) == ("warn", True)
+
+
+def test_hosts_for_a_layout():
+    hosts = {f"n{i}": f"h{i // 2}" for i in range(8)}
+    assert d.check_members(hosts, r.Layout(2, 1)).verdict == "ok"
+    check = d.check_members(hosts, r.Layout(4, 2))
+    assert (check.verdict, "3 more hosts" in check.do) == ("warn", True)
+
+
+def test_directories(tmp_path):
+    mounts = {"/": "overlay", str(tmp_path): "tmpfs"}
+    assert d.check_directory(str(tmp_path / "ram"), 1 << 10, mounts).verdict == "ok"
+    assert d.check_directory(str(tmp_path / "ram"), 1 << 60, mounts).verdict == "fail"
+    assert d.check_directory(str(tmp_path / "no" / "ram"), 1, mounts).verdict == "fail"
+    other = d.check_directory(str(tmp_path), 1, {"/": "ext4"})
+    assert (other.verdict, "ext4" in other.found) == ("warn", True)
+
+
+def test_a_budget_above_what_is_free_fails(tmp_path):
+    config = Config(directory=str(tmp_path))
+    assert d.check_memory(config, 1 << 62, "why").verdict == "fail"
+    assert d.check_memory(config, 1 << 20, "why").verdict == "warn"
+
+
+def test_json_of_the_checks_is_plain():
+    json.dumps([c.__dict__ for c in d.check_ucx(facts("tcp/lo"), [])])
