@@ -62,17 +62,18 @@ class JobAgent:
         """Files from before: an unsealed slot's attempt cannot be finished by this session."""
         ctx = self.ctx
         await ctx.until(lambda: ctx.following, None)
-        for held in ctx.home.holdings.of_job(ctx.job):
-            assert held.attempt is not None
-            if held.attempt.ledger_id != ctx.state.ledger_id:
-                if ctx.state.committed(held.attempt) is not None:  # kept by a rebuild
-                    ctx.track(held.attempt)
+        found = [(held, held.attempt) for held in ctx.home.holdings.of_job(ctx.job)]
+        for held, attempt in found:  # a file may go back while another's attempt is aborted
+            assert attempt is not None
+            if attempt.ledger_id != ctx.state.ledger_id:
+                if ctx.state.committed(attempt) is not None:  # kept by a rebuild
+                    ctx.track(attempt)
                 else:
-                    ctx.note("stranger", file=held.file, ledger=held.attempt.ledger_id)
+                    ctx.note("stranger", file=held.file, ledger=attempt.ledger_id)
                 continue
             if held.kind is r.FileKind.SLOT and not held.manifest_digest:
-                await ctx.abort(held.attempt, f"the agent of {ctx.home.node} restarted before seal")
-            ctx.track(held.attempt)
+                await ctx.abort(attempt, f"the agent of {ctx.home.node} restarted before seal")
+            ctx.track(attempt)
 
     def _forget(self) -> None:
         """The job was cleaned: a later one of its name counts generations and attempts anew."""
