@@ -23,13 +23,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.backends.agent_link import AgentLink
 from p2pckpt.backends.trainers import default_socket_paths
-from p2pckpt.coding.checksum import verify_chunks
 from p2pckpt.errors import (
     AgentUnreachable,
     CheckpointError,
@@ -42,6 +39,7 @@ from p2pckpt.errors import (
     UsageError,
 )
 from p2pckpt.restore import load as loading
+from p2pckpt.restore.verify import ChunkCheck
 from p2pckpt.save import snapshot
 
 LOG_EVERY_S = 30.0
@@ -282,7 +280,7 @@ class Checkpointer:
         """Load and report; False if the ballot was not closed OK, so that another follows."""
         begun = time.monotonic()
         image = self._link.map(reply.file)[: reply.length]
-        check = _ChunkCheck(reply, image, self._mend)
+        check = ChunkCheck(reply, image, self._mend, time.monotonic)
         failure: Exception | None = None
         try:
             loading.load(image, state, check)
@@ -364,43 +362,6 @@ class Checkpointer:
             self._logged_at[kind] = now
             hint = " (training goes on)" if not isinstance(error, StaleGenerationError) else ""
             _log.warning("%s: %s: %s%s", what, kind, error, hint)
-
-
-class _ChunkCheck:
-    """CRC32C of every chunk that a range touches, once, right before the range is read."""
-
-    def __init__(self, reply: w.RestoreFile, image: memoryview, mend: Any) -> None:
-        self._reply, self._image, self._mend = reply, image, mend
-        self._table = np.frombuffer(reply.table, "<u4")
-        self._seen = np.zeros(len(self._table), bool)
-        self.seconds = 0.0
-
-    def __call__(self, offset: int, length: int) -> None:
-        """Raises IntegrityError if a chunk is wrong and could not be mended."""
-        begun, size = time.monotonic(), self._reply.chunk_bytes
-        first, last = offset // size, -(-(offset + length) // size)
-        while first < last:
-            stop = first
-            while stop < last and not self._seen[stop]:
-                stop += 1
-            if stop > first:
-                self._check(first, stop)
-            first = max(stop, first + 1)
-        self.seconds += time.monotonic() - begun
-
-    def _check(self, first: int, last: int) -> None:
-        size = self._reply.chunk_bytes
-        piece = self._image[first * size : last * size]
-        table = self._table[first:last]
-        if bad := verify_chunks(piece, size, table):
-            start = (first + bad[0]) * size
-            stop = min((first + bad[-1] + 1) * size, self._reply.length)
-            self._mend(self._reply.ballot, start, stop - start)
-            if bad := verify_chunks(piece, size, table):
-                raise IntegrityError(
-                    f"step {self._reply.step}: chunks {[first + b for b in bad[:5]]} are wrong"
-                )
-        self._seen[first:last] = True
 
 
 def _shared_nonce(rank: int) -> str:

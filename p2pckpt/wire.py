@@ -203,6 +203,12 @@ class VerifyReply(r.Record, frozen=True):
     bad: tuple[BadPiece, ...]
 
 
+class FreeCleaned(r.Record, frozen=True):
+    """Read the ledger, free what was cleaned of this job, and say (HeldReply) what is left."""
+
+    job: str
+
+
 class HandIn(r.Record, frozen=True):
     """A node's piece for its group's record: a sealed share or a report. See agent/gather."""
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from msgspec import structs
 
@@ -41,6 +42,8 @@ from p2pckpt.ports import (
     value_is,
 )
 from p2pckpt.wire import pack, unpack
+
+T = TypeVar("T")
 
 OPERATIONS = 100
 """Of one transaction; etcd allows 128."""
@@ -142,7 +145,8 @@ async def clean(ctx: JobContext, dry_run: bool) -> w.CleanReply:
     """Decide and, unless `dry_run`, do. Raises CheckpointError if the job changes meanwhile."""
     home, keys = ctx.home, ctx.keys
     held, silent = await ask_all(ctx, w.HeldQuery(ctx.job))
-    seen = await _seen(ctx)
+    memories = await _ask(ctx, w.CopiesQuery(ctx.job), w.CopiesReply)
+    seen = {n: m.seen.ledger_id for n, m in memories.items() if m.seen is not None}
     listing = await home.doors.ledger.list(keys.root)
     plan = decide_clean(keys, listing, held, seen)
     problem = plan.problem
@@ -170,16 +174,16 @@ async def clean(ctx: JobContext, dry_run: bool) -> w.CleanReply:
     return structs.replace(reply, left=tuple(left))
 
 
-async def _seen(ctx: JobContext) -> dict[str, str]:
-    """Which ledger each living agent remembers of this job."""
-    out: dict[str, str] = {}
+async def _ask(ctx: JobContext, query: r.Record, kind: type[T]) -> dict[str, T]:
+    """The answers of all living agents, by node."""
+    out: dict[str, T] = {}
 
     async def ask(node: str, address: str) -> None:
         try:
-            query, timeout_s = w.CopiesQuery(ctx.job), ctx.home.config.peer_timeout_s
+            timeout_s = ctx.home.config.peer_timeout_s
             reply = await ctx.home.doors.peers.call(address, query, timeout_s)
-            if isinstance(reply, w.CopiesReply) and reply.seen is not None:
-                out[node] = reply.seen.ledger_id
+            if isinstance(reply, kind):
+                out[node] = reply
         except CheckpointError as e:
             ctx.note("no_answer", node=node, why=str(e))
 
@@ -213,12 +217,11 @@ async def _confirmed(ctx: JobContext, ids: set[str]) -> list[str]:
     """Wait, at most CONFIRM_S, until no living agent holds bytes; the nodes that still do."""
     deadline = ctx.home.now() + CONFIRM_S
     while True:
-        held, silent = await ask_all(ctx, w.HeldQuery(ctx.job))
-        left = [n for n, h in held.items() if any(f.attempt.ledger_id in ids for f in h.files)]
-        if not left and not silent:
-            return []
-        if ctx.home.now() >= deadline:
-            return sorted({*left, *silent})
+        members = set((await ctx.home.living()).members)
+        held = await _ask(ctx, w.FreeCleaned(ctx.job), w.HeldReply)
+        done = {n for n, h in held.items() if not any(f.attempt.ledger_id in ids for f in h.files)}
+        if members <= done or ctx.home.now() >= deadline:
+            return sorted(members - done)
         await asyncio.sleep(RETRY_S / 2)
 
 
@@ -255,20 +258,41 @@ async def _remove(ctx: JobContext) -> None:
 # -- every agent -----------------------------------------------------------------------------------
 
 
-async def obey(ctx: JobContext, forget: Callable[[], None]) -> None:
-    """For ever: free what belongs to a ledger id that was cleaned; then `forget` the job."""
+async def begin_anew(ctx: JobContext, forget: Callable[[], None]) -> None:
+    """For ever: `forget` all of a ledger id as soon as it is gone because it was cleaned.
+
+    A later job of the name counts generations and attempts anew, so nothing old may be left.
+    """
+    known = ""
+
+    def another() -> bool:
+        return ctx.state.ledger_id != known
+
+    while True:
+        await ctx.until(another, None)
+        if known in ctx.state.cleaned:
+            forget()
+        known = ctx.state.ledger_id
+
+
+async def obey(ctx: JobContext) -> None:
+    """For ever: free what belongs to a ledger id that was cleaned."""
     while True:
         await ctx.until(lambda: _condemned(ctx, ctx.state), None)
         try:
-            truth = await ctx.truth()
-            if _condemned(ctx, truth):
-                freed = _free(ctx, truth.cleaned)
-                forget()
-                ctx.note("freed", reason="its job was cleaned", files=freed)
-                ctx.wake()
+            await free_cleaned(ctx)
         except CheckpointError as e:
             ctx.note("free_later", why=str(e))
         await asyncio.sleep(RETRY_S)
+
+
+async def free_cleaned(ctx: JobContext) -> None:
+    """One look at the ledger itself, not the mirror; frees what it says was cleaned."""
+    truth = await ctx.truth()
+    if _condemned(ctx, truth):
+        freed = _free(ctx, truth.cleaned)
+        ctx.note("freed", reason="its job was cleaned", files=freed)
+        ctx.wake()
 
 
 def _condemned(ctx: JobContext, state: JobState) -> bool:

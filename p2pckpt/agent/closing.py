@@ -28,8 +28,8 @@ from p2pckpt.restore.locate import decide_close
 from p2pckpt.restore.pipeline import Fetched
 from p2pckpt.wire import pack
 
-REASON_CHARS = 80
-"""Of one rank's failure in a report: 512 ranks of a group stay below 64 KB."""
+REASON_CHARS = 480
+"""Of all failures of one node together: a group of 64 nodes of 16 ranks stays below 64 KB."""
 
 
 @dataclass
@@ -84,6 +84,18 @@ async def see_closed(ctx: JobContext, roster: Roster, ballot: Ballot, gathering:
         await asyncio.wait([handing], timeout=ctx.home.config.peer_timeout_s)
 
 
+def report_of(node: str, ballot: Ballot) -> r.NodeReport:
+    """How the ranks of a node fared."""
+    failed = [(rank, done) for rank, done in sorted(ballot.results.items()) if done.failed]
+    chars = REASON_CHARS // max(1, len(failed))
+    return r.NodeReport(
+        node=node,
+        ranks=ballot.ranks,
+        failed=tuple((rank, done.failed[:chars]) for rank, done in failed),
+        retryable=all(done.retryable for _, done in failed),
+    )
+
+
 async def _timeout_s(ctx: JobContext, decision: r.Decision) -> float:
     """How long a ballot may take: longer for large shares, at the slowest link allowed for."""
     config, shares = ctx.home.config, [0]
@@ -103,14 +115,7 @@ async def _report(
     gathering: Gathering,
     ended: Callable[[], bool],
 ) -> None:
-    decision = ballot.decision
-    results = sorted(ballot.results.items())
-    report = r.NodeReport(
-        node=ctx.home.node,
-        ranks=ballot.ranks,
-        failed=tuple((rank, d.failed[:REASON_CHARS]) for rank, d in results if d.failed),
-        retryable=all(d.retryable for _, d in results if d.failed),
-    )
+    decision, report = ballot.decision, report_of(ctx.home.node, ballot)
 
     async def write(group: int, pieces: list[w.HandIn]) -> bool:
         record = r.GroupReport(

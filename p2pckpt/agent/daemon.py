@@ -21,6 +21,7 @@ from typing import Any
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.asking import Asking, Question
+from p2pckpt.agent.cleaning import free_cleaned
 from p2pckpt.agent.context import Home
 from p2pckpt.agent.copies import rebuild, remembered
 from p2pckpt.agent.holdings import Holdings
@@ -113,6 +114,9 @@ class Agent:
             return w.Accepted()
         if isinstance(request, w.CopiesQuery):
             return remembered((await self._job(request.job)).ctx)
+        if isinstance(request, w.FreeCleaned):
+            await free_cleaned((await self._job(request.job)).ctx)
+            return self.serving.held(w.HeldQuery(request.job))
         if isinstance(request, w.VerifyQuery):
             return await self.asking.check(request)
         return await answer(self.serving, request)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.cleaning import obey
+from p2pckpt.agent.cleaning import begin_anew, obey
 from p2pckpt.agent.context import Home, JobContext
 from p2pckpt.agent.copies import keep_copies
 from p2pckpt.agent.gather import Gathering
@@ -55,7 +55,8 @@ class JobAgent:
         home.spawn(f"copies {self.ctx.job}", keep_copies(self.ctx))
         home.spawn(f"repair {self.ctx.job}", Repairing(self.ctx).loop())
         home.spawn(f"adopt {self.ctx.job}", self._adopted())
-        home.spawn(f"obey {self.ctx.job}", obey(self.ctx, self._forget))
+        home.spawn(f"obey {self.ctx.job}", obey(self.ctx))
+        home.spawn(f"begin anew {self.ctx.job}", begin_anew(self.ctx, self._forget))
         start_offloading(self.ctx)
 
     async def _adopted(self) -> None:
@@ -76,7 +77,7 @@ class JobAgent:
             ctx.track(attempt)
 
     def _forget(self) -> None:
-        """The job was cleaned: a later one of its name counts generations and attempts anew."""
+        """The job was cleaned: what its trainers had begun is over."""
         self.gathering.pieces.clear()
         self.saving.open.clear()
         self.restoring.ballots.clear()

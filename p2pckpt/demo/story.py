@@ -99,8 +99,7 @@ def play(options: Options, console: Console) -> Summary:
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency("the demo trains with torch: pip install 'p2pckpt[torch,trial]'")
     ranks = options.groups(layout) * options.ranks_per_node
-    shown = options.nodes, options.racks, str(layout), ranks, options.seed
-    summary = Summary(*shown)
+    summary = Summary(options.nodes, options.racks, str(layout), ranks, options.seed)
     run = Path(tempfile.mkdtemp(prefix="p2pckpt-demo-"))
     try:
         with (
@@ -156,7 +155,7 @@ class Story:
             self.machine.start_node()
         self._until(lambda: all(n.ready_at is not None for n in self.machine.nodes), "nodes")
         names = ", ".join(f"{n.name} in {n.rack}" for n in self.machine.nodes)
-        self.timeline.say(f"{self.options.nodes} nodes are ready: {names}")
+        self.timeline.say(f"nodes are ready: {names}")
         launch = self._launch()
         while not launch.succeeded:
             launch = self._supervise(launch)
@@ -192,7 +191,7 @@ class Story:
         seen_at = time.monotonic()
         fresh = self.journal.read()
         if self.machine.look() or fresh:
-            self._moved()
+            self.moved_at = time.monotonic()
         if self.struck is not None:
             self._follow(launch)
         self._show(launch)
@@ -211,8 +210,7 @@ class Story:
         launch.stop()
         self.journal.read()
         if failed := self.journal.of("failed", launch.number):
-            ranks = sorted({e["rank"] for e in failed})
-            first = failed[0]
+            ranks, first = sorted({e["rank"] for e in failed}), failed[0]
             raise DemoFailedError(f"ranks {ranks}: {first['error']}: {first['reason']}")
         dead = self.machine.take_dead()
         fresh = [self.machine.start_node(node.rack) for node in dead]
@@ -237,13 +235,12 @@ class Story:
 
     def _launch(self) -> Launch:
         """Seat all ranks on ready nodes and start them."""
-        self._moved()
+        self.moved_at = time.monotonic()
         self._until(lambda: self.machine.seat(self.groups), "nodes for all ranks")
-        options = self.options
-        arguments = ["--layout", str(self.layout), "--every", str(options.every)]
-        arguments += ["--seed", str(options.seed), "--finish", str(self.finish)]
-        launch = self.machine.launch(arguments, options.ranks_per_node)
-        self._moved()
+        arguments = ["--layout", str(self.layout), "--every", str(self.options.every)]
+        arguments += ["--seed", str(self.options.seed), "--finish", str(self.finish)]
+        launch = self.machine.launch(arguments, self.options.ranks_per_node)
+        self.moved_at = time.monotonic()
         seats = ", ".join(node.name for node in self.machine.seats)
         self.timeline.say(f"launch {launch.number}: {len(launch.ranks)} ranks on {seats}")
         return launch
@@ -291,7 +288,7 @@ class Story:
         what = self.strikes.pop(0)
         self.due_at, self.next_at = None, newest + self.spacing
         nodes, ranks = self._choose(what, shares)
-        lost = {node.name for node in nodes}
+        lost = {n.name for n in nodes}
         promised = not (self.options.kill or what == "shards")
         if promised and not all(survives(share, lost) for share in shares):
             why = "; ".join(why_not(shares, lost)[:2])
@@ -354,10 +351,8 @@ class Story:
 
     def _redundancy(self) -> dict[str, Any] | None:
         """The job's redundancy by the status document."""
-        document = self.machine.status() or {"jobs": {}}
-        jobs = list(document["jobs"].values())
-        found: dict[str, Any] | None = jobs[0]["redundancy"] if jobs else None
-        return found
+        jobs = (self.machine.status() or {"jobs": {}})["jobs"].values()
+        return next((job["redundancy"] for job in jobs), None)
 
     # -- the same training without failures --------------------------------------------------------
 
@@ -367,10 +362,10 @@ class Story:
         self.timeline.say(f"the same {last} steps without failures, to compare every loss")
         arguments = ["--last", str(last), "--seed", str(self.options.seed)]
         launch = self.machine.launch(arguments, self.options.ranks_per_node, store=False)
-        self._moved()
+        self.moved_at = time.monotonic()
         while not launch.wait(LOOK_S):
             if self.reference.read():
-                self._moved()
+                self.moved_at = time.monotonic()
             self.timeline.step(self.reference.newest(), "to compare", "no failures")
             self._stalled("a step of the training without failures")
         if not launch.succeeded:
@@ -385,7 +380,7 @@ class Story:
 
     def _until(self, done: Callable[[], bool], what: str) -> None:
         """Look until `done`, at most STALL_S."""
-        self._moved()
+        self.moved_at = time.monotonic()
         while not done():
             self.machine.look()
             for node in self.machine.nodes:
@@ -394,9 +389,6 @@ class Story:
                     raise DemoFailedError(f"the agent of {node.name} ended: {log}")
             self._stalled(what)
             time.sleep(LOOK_S / 5)
-
-    def _moved(self) -> None:
-        self.moved_at = time.monotonic()
 
     def _stalled(self, what: str) -> None:
         if time.monotonic() - self.moved_at > STALL_S:

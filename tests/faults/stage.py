@@ -235,7 +235,8 @@ class Stage:
             if change.value is None:
                 continue
             if "/state/outcome/" in change.key:
-                known = outcomes.setdefault(change.key, change.value)
+                of = unpack(change.value, r.Outcome).attempt  # a cleaned job counts anew
+                known = outcomes.setdefault(of, change.value)
                 assert known == change.value, f"seed {self.seed}: two outcomes: {change.key}"
             elif "/state/commit/" in change.key and "rebuilt" not in self._kinds():
                 lineage, step = change.key.rsplit("/", 2)[1:]

@@ -29,7 +29,7 @@ def manifests(draw):
     entries = []
     for rank in sorted(draw(st.sets(st.integers(0, 2**40), max_size=3))):
         length = draw(st.integers(0, 40))
-        size = -(-(-(-length // layout.k)) // chunk) * chunk
+        size = (-(-length // layout.k) + chunk - 1) // chunk * chunk
         stored = [max(0, min(size, length - i * size)) for i in range(layout.k)]
         stored += [size] * layout.m
         tables = tuple(draw(st.binary(min_size=n, max_size=n))

@@ -305,7 +305,9 @@ def full_group(layout, ranks=8):
     return r.GroupRecord(attempt=job, group=0, shares=tuple(shares))
 
 
-@pytest.mark.parametrize("layout", ["copies:2", "rs:2,1", "rs:4,2", "rs:8,3", "rs:16,4", "copies:20"])
+@pytest.mark.parametrize(
+    "layout", ["copies:2", "rs:2,1", "rs:4,2", "rs:8,3", "rs:16,4", "copies:20"]
+)
 def test_a_full_group_record_fits_the_ledger(layout):
     assert len(pack(full_group(r.Layout.parse(layout)))) <= MAX_RECORD_BYTES
 

@@ -295,11 +295,15 @@ def test_a_manifest_that_disagrees_with_itself_is_a_format_error(changes):
     for name, value in changes.items():
         (whole if name in whole else whole["ranks"][0])[name] = value
     body = json.dumps(whole).encode()
-    packed = b"p2pckpt/1 Manifest %d %08x\n%s" % (len(body), crc32c(body, crc32c(b"Manifest")), body)
+    packed = b"p2pckpt/1 Manifest %d %08x\n%s" % (
+        len(body),
+        crc32c(body, crc32c(b"Manifest")),
+        body,
+    )
     digest = hashlib.sha256(packed).hexdigest()
     for index in range(3):
         offer, _ = offer_of(manifest, index, manifest_digest=digest, manifest_bytes=len(packed))
-        with pytest.raises(FormatError, match="manifest of n0|layout"):
+        with pytest.raises(FormatError, match=r"manifest of n0|layout"):
             check_shard(offer, packed, memoryview(files[index]))
 
 

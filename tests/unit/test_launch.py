@@ -8,12 +8,13 @@ import asyncio
 
 import pytest
 from ledger_world import KEYS, RS, generation_record
+from msgspec import structs
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.context import Home, JobContext, Roster
 from p2pckpt.agent.holdings import Holdings
-from p2pckpt.agent.launch import Launches, Waited, decide_install, roster_pieces
+from p2pckpt.agent.launch import Launches, Waited, check_call, decide_install, roster_pieces
 from p2pckpt.backends.inproc.cluster import FakeCluster
 from p2pckpt.config import Config
 from p2pckpt.errors import CheckpointError, UsageError
@@ -242,6 +243,43 @@ def test_living_trainers_are_reported_even_if_the_first_answer_is_lost():
         return cluster.etcd.get(KEYS.trainers(1, "a")) is not None
 
     assert all(play(story, seed=seed) for seed in range(6))
+
+
+def test_a_launch_whose_roster_was_swept_writes_it_again():
+    # The agent of rank 0 of an older generation sweeps between the roster and the swap.
+    swept = []
+
+    async def story(cluster, a, b, c):
+        transact = a.ctx.transact
+
+        async def after_a_sweep(txn):
+            if not swept and KEYS.generation in [put.key for put in txn.puts]:
+                swept.extend(e.key for e in cluster.etcd.list(KEYS.root + "roster/").entries)
+                cluster.etcd.apply("b", Txn(deletes=tuple(swept)))
+            return await transact(txn)
+
+        a.ctx.transact = after_a_sweep
+        launch = await a.join(TrainerId(1, 0.0), call(0, 1, "t"))
+        assert launch.generation.number == 1
+        assert [e.key for e in cluster.etcd.list(KEYS.root + "roster/").entries] == swept
+        assert len(swept) == launch.generation.pieces == 1
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rank": -1}, {"rank": 2}, {"keep_last": 0}, {"keep_last": -1},
+     {"keep_last": r.MAX_KEEP_LAST + 1}, *({"run_token": t} for t in
+     ("", "exp/7", "../x", "a b", "a\n", "\u00e4", "x" * 65, "a\0"))],
+    ids=str,
+)  # fmt: skip
+def test_a_join_that_cannot_be_meant_is_a_usage_error(wrong):
+    right = call(0, 2, "exp-7_a.0")
+    check_call(right)
+    check_call(structs.replace(right, keep_last=r.MAX_KEEP_LAST, run_token="x" * 64))
+    with pytest.raises(UsageError):
+        check_call(structs.replace(right, **wrong))
 
 
 def test_a_rank_that_died_before_the_install_is_not_installed():

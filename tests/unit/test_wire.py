@@ -10,9 +10,9 @@ from msgspec import structs
 
 from p2pckpt import errors, wire
 from p2pckpt import records as r
+from p2pckpt.agent.closing import Ballot, report_of
 from p2pckpt.agent.context import Home
 from p2pckpt.agent.holdings import Holdings, document_name
-from p2pckpt.agent.restoring import REASON_CHARS
 from p2pckpt.agent.serve import Serving
 from p2pckpt.backends.inproc.cluster import FakeCluster
 from p2pckpt.backends.inproc.peers import MAX_MESSAGE_BYTES
@@ -136,8 +136,9 @@ def test_bound_of_an_envelope():
         pack(wire.ManifestReply(total=1, packed=bytes(wire.MAX_FRAME_BYTES * 3 // 4 + 16)))
 
 
-def large_manifest(length, ranks=8, layout=r.Layout(4, 2), chunk=256 * 1024):
+def large_manifest(length, ranks=8, chunk=256 * 1024):
     """Of `ranks` snapshots of `length` bytes."""
+    layout = r.Layout(4, 2)
     shard = -(-length // layout.k // chunk) * chunk
     empty = r.RankSnapshot(0, length, shard, (), header=b" " * 10**6)
     chunks = [-(-empty.stored_bytes(i, layout.k) // chunk) for i in range(layout.shards)]
@@ -173,17 +174,18 @@ def test_a_manifest_of_a_large_share_is_fetched_in_messages_that_fit():
     assert clock.run(fetch(), limit_s=60.0) == packed
 
 
-@pytest.mark.parametrize("ranks_a_node", [1, 8])
+@pytest.mark.parametrize("ranks_a_node", [1, 8, 16])
 def test_a_group_report_fits_the_ledger_even_if_every_rank_failed(ranks_a_node):
-    ranks = [tuple(range(100_000 + ranks_a_node * i, 100_000 + ranks_a_node * (i + 1)))
-             for i in range(r.GROUP_NODES)]  # fmt: skip
-    reports = tuple(
-        r.NodeReport(
-            f"gpu-{i:04d}.example.com", each, tuple((rank, "x" * REASON_CHARS) for rank in each)
-        )
-        for i, each in enumerate(ranks)
-    )
-    assert len(pack(r.GroupReport(1, 1, 0, reports))) <= wire.MAX_RECORD_BYTES
+    decision = r.Decision(1, 1, r.Choice.RESTORE, "n0", "because")
+    reports = []
+    for i in range(r.GROUP_NODES):
+        ranks = tuple(range(100_000 + ranks_a_node * i, 100_000 + ranks_a_node * (i + 1)))
+        ballot = Ballot(decision, ranks)
+        for rank in ranks:
+            ballot.results[rank] = wire.RestoreDone(1, f"peer of {rank} is away" + "x" * 500, True)
+        reports.append(report_of(f"gpu-{i:04d}.example.com", ballot))
+        assert [rank for rank, why in reports[-1].failed if str(rank) in why] == list(ranks)
+    assert len(pack(r.GroupReport(1, 1, 0, tuple(reports)))) <= wire.MAX_RECORD_BYTES
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,237 @@
+"""The end of a job, under faults: nothing of it is left, and nothing of anything else goes.
+
+Each story ends with a new launch of the same name, which must find provably nothing, save, and be
+able to restore: generations, ordinals and steps are then those of the old job again.
+"""
+
+import asyncio
+
+import pytest
+from stage import JOB, play, until
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.errors import AgentUnreachable, CheckpointError
+
+FOUR = ("n0", "n1", "n2", "n3")
+OTHER = r.Job(owner_uid=1000, name="other").key
+KEYS = r.JobKeys(JOB)
+
+
+async def clean(stage, node, dry_run=False):
+    return await stage.nodes[node].trainer().call(w.CleanCall(JOB, dry_run))
+
+
+async def cleaned(stage, node="n4"):
+    """Clean until it is done, as a person would."""
+    for _ in range(10):
+        try:
+            reply = await clean(stage, node)
+        except CheckpointError:
+            await asyncio.sleep(1)
+            continue
+        assert reply.problem == "", reply
+        return reply
+    raise AssertionError("could not clean")
+
+
+def left(stage):
+    """Keys of the job that are no tombstones, and bytes that some agent has."""
+    keys = [e.key for e in stage.etcd.list(KEYS.root).entries]
+    return [k for k in keys if not k.startswith(KEYS.cleanings)], stage.held()
+
+
+async def ended(stage, *steps):
+    """A job that saved and whose ranks are gone; and another job, which must not notice."""
+    other = await stage.launch("n1", "n2", "n3", job=OTHER)
+    await other.saved(7)
+    launch = await stage.launch(*FOUR)
+    assert await launch.restore() is None
+    await launch.saved(*steps)
+    launch.kill()
+    await asyncio.sleep(2)
+    return other
+
+
+async def begins_anew(stage, other):
+    assert await other.restore() == 7, "the other job lost something"
+    launch = await stage.launch(*FOUR)
+    assert launch.generation == 1
+    assert await launch.restore() is None
+    await launch.saved(1, 2)
+    launch = await launch.again()
+    assert await launch.restore() == 2
+
+
+def test_a_clean_job_leaves_nothing_and_begins_anew():
+    async def story(stage):
+        other = await ended(stage, 1, 2)
+        reply = await clean(stage, "n4", dry_run=True)
+        assert (reply.problem, reply.steps) == ("", (2,))
+        assert set(reply.held) >= set(FOUR)
+        assert left(stage)[1]
+        reply = await clean(stage, "n4")
+        assert (reply.left, reply.away) == ((), ())
+        assert left(stage) == ([], [])
+        await begins_anew(stage, other)
+
+    play(story)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_repair_works_in_the_second_life_of_a_name(seed):
+    """The same generation, ordinal and step as before, on the same members: a loss right after is
+    repaired all the same."""
+
+    async def story(stage):
+        await ended(stage, 1)
+        await cleaned(stage)
+        launch = await stage.launch(*FOUR)
+        assert await launch.restore() is None
+        await launch.saved(1)
+        stage.crash("n1")
+        await until(lambda: stage.events("note.repaired"))
+        await until(lambda: len(stage.held(r.FileKind.SLOT, 1)) == 4)
+        launch = await launch.again("n0", "n4", "n2", "n3")
+        assert await launch.restore() == 1
+
+    play(story, seed=seed, nodes=6)
+
+
+def test_living_trainers_and_forming_launches_are_not_cleaned_away():
+    async def story(stage):
+        launch = await stage.launch(*FOUR)
+        await launch.restore()
+        await launch.saved(1)
+        assert "live on n" in (await clean(stage, "n4")).problem
+        launch.kill()
+        await asyncio.sleep(2)
+        half = stage.form(*FOUR[:2], world=4)
+        joining = [asyncio.create_task(rank.join()) for rank in half.ranks]
+        await asyncio.sleep(2)
+        assert "forming" in (await clean(stage, "n4")).problem
+        half.kill()
+        await asyncio.gather(*joining, return_exceptions=True)
+        assert stage.held(step=1)
+        launch = await launch.again()
+        assert await launch.restore() == 1
+
+    play(story)
+
+
+@pytest.mark.parametrize("event", ["note.cleaning", "note.freed"])
+def test_the_cleaner_dies_in_the_middle(event):
+    """Another one, or the same after its return, goes on where it was."""
+
+    async def story(stage):
+        other = await ended(stage, 1, 2)
+        stage.at(event, lambda: stage.crash("n4", keep_memory=True))
+        with pytest.raises(AgentUnreachable):
+            await clean(stage, "n4")
+        assert left(stage)[0]
+        await asyncio.sleep(3)
+        await cleaned(stage, "n2")
+        await until(lambda: left(stage) == ([], []))
+        stage.start("n4")
+        await begins_anew(stage, other)
+
+    play(story)
+
+
+def test_a_launch_that_comes_while_a_job_is_cleaned_waits_and_is_a_new_job():
+    async def story(stage):
+        other = await ended(stage, 1, 2)
+        gate = asyncio.Event()
+
+        def hold(name, txn):
+            return gate if name == "n4" and KEYS.ledger_id in txn.deletes else None
+
+        stage.before_txn.append(hold)
+        cleaning = asyncio.create_task(clean(stage, "n4"))
+        await until(lambda: not stage.held())
+        launch = stage.form(*FOUR)
+        joining = asyncio.create_task(launch.join())
+        await asyncio.sleep(5)
+        assert not joining.done()
+        gate.set()
+        assert (await cleaning).problem == ""
+        await joining
+        assert launch.generation == 1
+        assert await launch.restore() is None
+        await launch.saved(1, 2)
+        await asyncio.sleep(5)
+        assert {h.attempt.step for _, h in stage.held()} == {2}
+        assert await (await launch.again()).restore() == 2
+        assert await other.restore() == 7
+
+    play(story)
+
+
+def test_a_node_that_was_cut_off_hears_of_it_when_it_is_back():
+    async def story(stage):
+        other = await ended(stage, 1, 2)
+        stage.cut_off("n1")
+        await asyncio.sleep(20)
+        reply = await cleaned(stage, "n4")
+        assert "n1" in reply.away
+        assert {name for name, _ in stage.held()} == {"n1"}
+        stage.cluster.heal()
+        await until(lambda: not stage.held())
+        await begins_anew(stage, other)
+
+    play(story)
+
+
+def test_a_node_that_was_down_hears_of_it_after_the_name_was_used_again():
+    """Its old bytes neither stop the new job from beginning, nor does it keep them."""
+
+    async def story(stage):
+        other = await ended(stage, 1, 2)
+        stage.crash("n3", keep_memory=True)
+        await asyncio.sleep(20)
+        assert "n3" in (await cleaned(stage, "n4")).away
+        launch = await stage.launch("n0", "n1", "n2", "n4")
+        stage.start("n3")
+        assert await launch.restore() is None
+        await launch.saved(1)
+        ledger = stage.state().ledger_id
+        await until(lambda: {h.attempt.ledger_id for _, h in stage.held()} == {ledger})
+        assert await (await launch.again()).restore() == 1
+        assert await other.restore() == 7
+
+    play(story)
+
+
+def test_after_a_wipe_of_etcd_a_clean_is_the_other_way_than_a_rebuild():
+    async def story(stage):
+        await ended(stage, 1, 2)
+        before = stage.state().ledger_id
+        stage.etcd.wipe()
+        await asyncio.sleep(15)
+        assert stage.held(step=2), "nothing goes because records are gone"
+        reply = await cleaned(stage, "n0")
+        assert before in reply.ledger_ids
+        await until(lambda: left(stage) == ([], []))
+        for name in (*FOUR, "n4"):  # their watches are of the etcd that was
+            stage.restart(name)
+        launch = await stage.launch(*FOUR)
+        assert await launch.restore() is None
+        await launch.saved(1)
+
+    play(story)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cleaning_under_lost_answers(seed):
+    """Every agent's answers of the ledger get lost now and then; a person tries again."""
+
+    async def story(stage):
+        other = await ended(stage, 1, 2)
+        for _ in range(2 + seed):
+            for name in (*FOUR, "n4"):
+                stage.etcd.ambiguous_next(name)
+        await cleaned(stage, "n4")
+        await until(lambda: left(stage) == ([], []))
+        await begins_anew(stage, other)
+
+    play(story, seed=seed)
