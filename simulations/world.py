@@ -23,7 +23,7 @@ from p2pckpt.backends.inproc.cluster import FakeCluster, FakeNode
 from p2pckpt.backends.inproc.trainers import FakeTrainer
 from p2pckpt.coding.checksum import verify_chunks
 from p2pckpt.config import Config
-from p2pckpt.errors import CheckpointError
+from p2pckpt.errors import CheckpointError, UsageError
 from simulations import clock
 from simulations.checkers import Checkers, content
 from simulations.failures import FAULTS, plan
@@ -48,6 +48,14 @@ class Options:
     step_s: float = 1.0
     faults: tuple[str, ...] = ("crash_lose", "partition")
     limit_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        r.Layout.parse(self.layout)
+        if unknown := sorted(set(self.faults) - set(FAULTS)):
+            raise UsageError(f"faults {unknown}: known are {', '.join(sorted(FAULTS))}")
+        for name in ("nodes", "racks", "ranks", "saves", "every"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} {getattr(self, name)}: needs 1 or more")
 
 
 @dataclass
@@ -187,6 +195,7 @@ class Launcher:
             if self.refused >= REFUSALS:
                 self.world.checkers.refused_for_good()
                 self.world.result.end = "lost"
+                self.world.result.why = f"no restore in {self.refused} launches"
                 return
 
     async def launch(self) -> bool:

@@ -66,17 +66,23 @@ class Visit:
     files: dict[str, Held] = field(default_factory=dict)
 
 
+class UnknownJob(CheckpointError):
+    """There is no such job, or none at all; names those that there are."""
+
+
 def choose_job(given: str, known: Iterable[str]) -> str:
     """The job that is meant: "uid.name", or "" where there is only one.
 
-    Raises UsageError naming what there is.
+    Raises UnknownJob, or UsageError where one has to be named.
     """
     jobs = sorted(set(known))
     found = [job for job in jobs if given in (job, "")]
-    if len(found) == 1:
-        return found[0]
-    what = f"job {given!r} is not known" if given else "which job? --job was not given"
-    raise UsageError(f"{what}; there are: {', '.join(jobs[:16]) or 'none'}")
+    names = ", ".join(jobs[:16]) or "none"
+    if not found:
+        raise UnknownJob(f"job {given!r} is not known; there are: {names}")
+    if len(found) > 1:
+        raise UsageError(f"which job? --job was not given; there are: {names}")
+    return found[0]
 
 
 def find_commit(state: JobState, step: int | None) -> r.Commit | str:
@@ -180,7 +186,10 @@ class Asking:
         return out
 
     async def _step(self, who: TrainerId, visit: Visit, query: w.StepQuery) -> r.Record:
-        ctx = await self.context(await self._choose(query.job))
+        try:
+            ctx = await self.context(await self._choose(query.job))
+        except UnknownJob as e:
+            return w.RefusedReply(reason=str(e))
         commit = find_commit(await ctx.refresh(), query.step)
         if isinstance(commit, str):
             return w.RefusedReply(reason=commit)

@@ -272,6 +272,7 @@ async def begin_anew(ctx: JobContext, forget: Callable[[], None]) -> None:
         await ctx.until(another, None)
         if known in ctx.state.cleaned:
             forget()
+            _remove_copies(ctx, {known})  # one may have been written meanwhile
         known = ctx.state.ledger_id
 
 
@@ -311,12 +312,22 @@ def _holds(ctx: JobContext, ids: set[str]) -> bool:
 
 def _free(ctx: JobContext, ids: set[str]) -> int:
     """Release files, give them back to the node, and remove what stands beside them."""
-    holdings, arena = ctx.home.holdings, ctx.home.doors.arena
+    holdings = ctx.home.holdings
     gone = [h for h in holdings.of_job(ctx.job) if h.attempt and h.attempt.ledger_id in ids]
     for held in gone:
         holdings.release(held)
     holdings.drop_free(ctx.job)
     holdings.sweep_documents()
+    _remove_copies(ctx, ids)
+    if ctx.seen is not None and ctx.seen.ledger_id in ids:
+        ctx.seen = None
+        ctx.home.doors.arena.remove(seen_name(ctx.job))
+    return len(gone)
+
+
+def _remove_copies(ctx: JobContext, ids: set[str]) -> None:
+    """Copies of commits of these ledger ids."""
+    arena = ctx.home.doors.arena
     prefix = copy_name(r.Attempt("", ctx.job, 0, 0, 0)).rsplit("-", 1)[0]
     for name in arena.documents():
         packed = arena.document(name) if name.startswith(prefix) else None
@@ -326,10 +337,6 @@ def _free(ctx: JobContext, ids: set[str]) -> int:
             continue
         if copy is not None and copy.commit.attempt.ledger_id in ids:
             arena.remove(name)
-    if ctx.seen is not None and ctx.seen.ledger_id in ids:
-        ctx.seen = None
-        arena.remove(seen_name(ctx.job))
-    return len(gone)
 
 
 async def known_jobs(home: Home) -> dict[str, JobState]:

@@ -110,7 +110,7 @@ class Repairing:
         groups = await groups_of(ctx, commit.attempt)
         if self._still_within_grace(groups, members):
             return
-        answers, _ = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
+        answers, silent = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
         facts = Facts(ctx.state, answers, (), {}, False)
         repairs = [
             found
@@ -128,8 +128,8 @@ class Repairing:
         if not repairs:
             self.looked, self.again_at, self.noticed_at = picture, math.inf, None
             return
-        if not self._due(repairs):
-            return
+        if not self._due(repairs) or (silent and min(found.spare for found in repairs) > 0):
+            return  # a silent agent that keeps its lease may only be slow: it is not lost yet
         whole = True
         for repair in sorted(repairs, key=lambda found: (found.spare, found.share.node)):
             if repair.by == ctx.home.node:

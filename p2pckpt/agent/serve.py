@@ -69,7 +69,7 @@ class Serving:
     def __init__(self, home: Home, context: Callable[[str], Awaitable[JobContext]]) -> None:
         self.home = home
         self.context = context
-        self.incoming: dict[tuple[str, str, int], Incoming] = {}
+        self.incoming: dict[tuple[r.Attempt, str, int], Incoming] = {}
 
     # -- put --------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class Serving:
             await ctx.refresh()
         if why := decide_offer(offer, ctx.state, self.home.cut_off):
             return w.RefusedReply(reason=why)
-        key = (offer.attempt.key, offer.owner, offer.index)
+        key = (offer.attempt, offer.owner, offer.index)
         if key in self.incoming:
             await self._drop(self.incoming.pop(key))
         try:
@@ -131,7 +131,7 @@ class Serving:
 
     async def seal(self, seal: w.PutSeal) -> r.Record:
         """All bytes should be here: check, record, and give the receipt."""
-        key = (seal.attempt.key, seal.owner, seal.index)
+        key = (seal.attempt, seal.owner, seal.index)
         incoming = self.incoming.pop(key, None)
         if incoming is None:
             kept = self.home.holdings.find(*key_of(seal))
@@ -174,7 +174,7 @@ class Serving:
         return packed
 
     async def _end_with_attempt(
-        self, ctx: JobContext, key: tuple[str, str, int], incoming: Incoming
+        self, ctx: JobContext, key: tuple[r.Attempt, str, int], incoming: Incoming
     ) -> None:
         """A put is given up when its attempt is settled, or its owner took too long."""
         attempt, timeout_s = incoming.offer.attempt, self.home.config.attempt_timeout_s

@@ -233,7 +233,7 @@ def _checksum() -> Check:
 
 
 async def _etcd(config: Config, layout: Layout) -> list[Check]:
-    out = []
+    out, answer = [], []
     for endpoint in filter(None, (part.strip() for part in config.endpoints.split(","))):
         try:
             async with _client(config, endpoint) as etcd:
@@ -243,13 +243,14 @@ async def _etcd(config: Config, layout: Layout) -> list[Check]:
                     begun = time.monotonic()
                     await etcd.ledger.get(ROOT)
                     took.append(time.monotonic() - begun)
+                answer.append(endpoint)
                 out.append(check_etcd(endpoint, version, statistics.median(took), config.trial))
         except CheckpointError as e:
             do = "start it, or correct --endpoints (and --cacert, --cert, --key)"
             out.append(Check("etcd", FAIL, f"{endpoint}: {type(e).__name__}: {e}", do))
-    if all(check.verdict == FAIL for check in out):
-        return [*out, Check("members", FAIL, "unknown: no etcd answers well", "see etcd above")]
-    async with _client(config, config.endpoints) as etcd:
+    if not answer:
+        return [*out, Check("members", FAIL, "unknown: no etcd answers", "see etcd above")]
+    async with _client(config, ",".join(answer)) as etcd:
         members = (await etcd.membership.living()).members
     return [*out, check_members({m.node: m.host for m in members.values()}, layout)]
 

@@ -72,7 +72,7 @@ def finish(
         **document,
     }
     if json_file is None:
-        click.echo(text)
+        click.echo(text, nl=bool(text))
     elif json_file == "-":
         click.echo(json.dumps(whole, indent=2))
     else:

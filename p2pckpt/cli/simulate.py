@@ -27,7 +27,7 @@ def simulate() -> None:
 def world(log_file: str | None, json_file: str | None, **options: object) -> None:
     """One run under virtual time: real agents, planned faults, checkers from outside.
 
-    Exit codes: 0 ok, 1 wrong, 5 crash, 6 stuck.
+    Exit codes: 0 ok, 4 lost (more than the layout survives), 1 wrong, 5 crash, 6 stuck.
     """
     from simulations.world import EXIT_CODES, Options, run
 

@@ -1,7 +1,8 @@
-"""`python -m tests.bench [--json FILE] [--scale S] [--runs N]`: the table, and the same as JSON.
+"""`python -m tests.bench [--json FILE] [--scale S] [--runs N] [--ram DIR]`: table and JSON.
 
 At scale 1 a rank has 1 GiB; that takes some minutes and 16 GiB of memory. At scale 0.06 it is a
-quick look. Other programs on the machine make figures noisy, never wrong by much: what is compared
+quick look. ``--ram`` names another tmpfs, for example one that was mounted with huge pages. Other
+programs on the machine make figures noisy, never wrong by much: what is compared
 is measured in turn.
 """
 
@@ -31,6 +32,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     parser.add_argument("--scale", type=float, default=1.0, help="1.0: 1 GiB a rank")
     parser.add_argument("--runs", type=int, default=3, help="runs of each figure")
+    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="tmpfs for RAM files")
     options = parser.parse_args(arguments)
     size = sum(t.nbytes for t in state.tensors(meta_state(options.scale)))
     if MEMORY * size + 512 * MIB > (have := available_bytes()):
@@ -39,9 +41,11 @@ def main(arguments: list[str]) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     begun = time.monotonic()
-    figures = measure(options.scale, size, options.runs)
+    place = rounds.Place(options.scale, 8 * size + 256 * MIB, options.ram)
+    figures = measure(place, size, options.runs)
     config = {
         "scale": options.scale,
+        "ram": str(options.ram),
         "runs": options.runs,
         "ranks": rounds.RANKS,
         "rank_bytes": size,
@@ -73,15 +77,14 @@ def available_bytes() -> int:
     return 0
 
 
-def measure(scale: float, size: int, runs: int) -> list[Figure]:
+def measure(place: rounds.Place, size: int, runs: int) -> list[Figure]:
     """All figures."""
     rows = rounds.figures()
-    budget_bytes = 8 * size + 256 * MIB
     for run in range(runs):
         say(f"copies:1, round {run + 1} of {runs}")
-        rounds.copies_round(rows, scale, budget_bytes, seed=run)
+        rounds.copies_round(rows, place, seed=run)
     say("rs:4,2")
-    rounds.coded_round(rows, scale, budget_bytes, runs)
+    rounds.coded_round(rows, place, runs)
     say("parts")
     out = list(rows.values())
     part = max(16 * MIB, min(256 * MIB, size // 4 // MIB * MIB))
@@ -91,7 +94,7 @@ def measure(scale: float, size: int, runs: int) -> list[Figure]:
             row.add(coded / copy, kernels / copy)
         out.append(row)
     row = Figure("ucx", f"UCX moves {part // MIB} MiB", "a raw loopback socket", "socket times")
-    for by_ucx, by_socket in parts.moving(part, runs):
+    for by_ucx, by_socket in parts.moving(part, runs, place.ram):
         row.add(by_ucx / by_socket, 1.0)
     return [*out, row]
 

@@ -85,10 +85,10 @@ class Seat:
 class Cluster:
     """One etcd and its nodes; a context manager."""
 
-    def __init__(self, nodes: int, budget_bytes: int) -> None:
+    def __init__(self, nodes: int, budget_bytes: int, ram: Path) -> None:
         self._budget_bytes = budget_bytes
         self._run = Path(tempfile.mkdtemp(prefix="p2pckpt-bench-"))
-        self.ram = Path(tempfile.mkdtemp(prefix=f"p2pckpt-bench-{os.getpid()}-", dir="/dev/shm"))
+        self.ram = Path(tempfile.mkdtemp(prefix=f"p2pckpt-bench-{os.getpid()}-", dir=ram))
         self.nodes: list[Node] = []
         self.seats: list[Seat] = []
         self._launches = 0

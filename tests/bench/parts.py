@@ -98,9 +98,9 @@ def _seconds(work) -> float:
 # -- the transport --------------------------------------------------------------------------------
 
 
-def moving(size: int, runs: int) -> list[tuple[float, float]]:
+def moving(size: int, runs: int, ram: Path) -> list[tuple[float, float]]:
     """(UCX, raw socket) seconds to move `size` bytes from one process's file to another's."""
-    directory = Path(tempfile.mkdtemp(prefix=f"p2pckpt-bench-{os.getpid()}-", dir="/dev/shm"))
+    directory = Path(tempfile.mkdtemp(prefix=f"p2pckpt-bench-{os.getpid()}-", dir=ram))
     try:
         for name in ("source", "target"):
             np.ones(size, np.uint8).tofile(directory / name)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.bench.cluster import BenchError, Cluster
@@ -140,10 +141,19 @@ class Round:
         )
 
 
-def copies_round(rows: dict[str, Figure], scale: float, budget_bytes: int, seed: int) -> None:
+@dataclass(frozen=True)
+class Place:
+    """How large a round is and where its RAM files lie."""
+
+    scale: float
+    budget_bytes: int
+    ram: Path
+
+
+def copies_round(rows: dict[str, Figure], place: Place, seed: int) -> None:
     """Two nodes of one rank each, every copy on the other."""
-    with Cluster(2, budget_bytes) as cluster:
-        job = Round(cluster, scale, "copies:1")
+    with Cluster(2, place.budget_bytes, place.ram) as cluster:
+        job = Round(cluster, place.scale, "copies:1")
         job.launch(seed)
         size = sum(cluster.ask(Rank.bytes.__name__))
         machine = job.machine()
@@ -169,10 +179,10 @@ def copies_round(rows: dict[str, Figure], scale: float, budget_bytes: int, seed:
         rows["restore_node"].add(job.restore(["local", "peers"]), limit)
 
 
-def coded_round(rows: dict[str, Figure], scale: float, budget_bytes: int, runs: int) -> None:
+def coded_round(rows: dict[str, Figure], place: Place, runs: int) -> None:
     """Seven nodes, two of them with a rank; every shard on another node."""
-    with Cluster(7, budget_bytes) as cluster:
-        job = Round(cluster, scale, "rs:4,2")
+    with Cluster(7, place.budget_bytes, place.ram) as cluster:
+        job = Round(cluster, place.scale, "rs:4,2")
         job.launch(1)
         for _ in range(2):  # slots and shards are fresh
             job.save()

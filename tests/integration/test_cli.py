@@ -204,7 +204,7 @@ def test_a_step_or_job_that_is_not_there(cluster):
     _, err = command("inspect", 77, "--job", "demo", code=3, agent=cluster.socket("n0"))
     assert "committed: [3]" in err
     assert "job ls" in advice(err)
-    _, err = command("verify", 3, "--job", "none", code=2, agent=cluster.socket("n0"))
+    _, err = command("verify", 3, "--job", "none", code=3, agent=cluster.socket("n0"))
     assert f"there are: {UID}.demo" in err
     _, err = command("inspect", "x", code=2, agent=cluster.socket("n0"))
     assert "latest" in err

@@ -1,0 +1,253 @@
+"""Stories of an etcd that forgets, goes back, forgets its history, changes leader, or is away.
+
+Three ranks on n0 to n2 and two more nodes; layout rs:2,1. An agent that has seen more than the
+ledger says freezes: it serves reads and deletes nothing, until `ledger rebuild` or the end of time.
+"""
+
+import asyncio
+
+import pytest
+from stage import COMMIT, JOB, now, play, until
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.errors import AgentUnreachable, CheckpointError, LedgerForgot
+
+THREE = ("n0", "n1", "n2")
+
+
+def everything(stage):
+    """All files and manifests of all nodes, with their contents."""
+    return {
+        (name, file): bytes(held)
+        for name in sorted(stage.agents)
+        for file, held in stage.nodes[name].store.files.items()
+    }
+
+
+async def wiped(stage):
+    stage.etcd.wipe()
+
+
+async def rolled_back(stage):
+    stage.etcd.rollback(stage.rollback_to)
+
+
+async def forgotten(stage, forget):
+    """Steps 1, 2, 3 were saved, then the ledger forgot; the launch, and all bytes before it."""
+    launch = await stage.launch(*THREE)
+    await launch.saved(1, 2)
+    await asyncio.sleep(5)
+    stage.rollback_to = stage.etcd.revision
+    await launch.saved(3)
+    await asyncio.sleep(5)
+    before = everything(stage)
+    await forget(stage)
+    await asyncio.sleep(20)
+    return launch, before
+
+
+FORGETTING = pytest.mark.parametrize("forget", [wiped, rolled_back])
+
+
+@FORGETTING
+def test_agents_of_a_ledger_that_forgot_freeze_and_keep_every_byte(forget):
+    """For ten minutes nothing is deleted or committed. A new launch is refused by name on each
+    rank, a save ends without a commit and without an error in the trainer, and reads are served."""
+
+    async def story(stage):
+        launch, before = await forgotten(stage, forget)
+        asked = await asyncio.gather(launch.begin(4), return_exceptions=True)
+        assert not isinstance(asked[0], asyncio.CancelledError)
+        launch.kill()
+        with pytest.raises(LedgerForgot, match="rebuild"):
+            await launch.again(timeout_s=30.0)
+        await asyncio.sleep(600)
+        after = everything(stage)
+        held = [(n, h) for n, h in stage.held(step=3)]
+        assert len(held) == 3 + 9
+        assert {(n, h.file): after[n, h.file] for n, h in held} == {
+            (n, h.file): before[n, h.file] for n, h in held
+        }
+        steps = [c for c in stage.state().commits.values()]
+        assert {c.attempt.step for c in steps} <= {1, 2}
+        peers, member = stage.agents["n1"].home.doors.peers, stage.agents["n0"].home.member
+        reply = await peers.call(member.peers_address, w.HeldQuery(JOB), 2.0)
+        assert 3 in {f.attempt.step for f in reply.files}
+
+    play(story)
+
+
+@FORGETTING
+def test_a_rebuilt_ledger_restores_exactly(forget):
+    """After `ledger rebuild` a new start restores step 3, bit by bit, and saves go on; nobody is
+    frozen any more, and an older launch is stale."""
+
+    async def story(stage):
+        launch, _ = await forgotten(stage, forget)
+        reply = await stage.rebuild("n1")
+        assert reply.problem == ""
+        assert 3 in reply.steps
+        await asyncio.sleep(15)
+        launch = await launch.again()
+        assert launch.generation > 1
+        assert await launch.restore() == 3
+        await launch.saved(4, 5)
+        launch = await launch.again("n4", "n3", "n1")
+        assert await launch.restore() == 5
+        assert not any(agent.jobs[JOB].ctx.frozen for agent in stage.agents.values())
+
+    play(story)
+
+
+def test_agents_that_restart_after_the_wipe_remember_too():
+    """etcd is wiped while all agents are down: started again they know from their files what the
+    ledger said, freeze, and rebuild."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        await asyncio.sleep(5)
+        launch.kill()
+        await asyncio.sleep(1)
+        names = list(stage.agents)
+        stage.crash(*names, keep_memory=True)
+        stage.etcd.wipe()
+        for name in names:
+            stage.start(name)
+        await asyncio.sleep(5)
+        with pytest.raises(CheckpointError, match="rebuild"):
+            await (await launch.again(timeout_s=20.0)).restore()
+        assert len(stage.held(step=1)) == 12
+        assert (await stage.rebuild("n0")).problem == ""
+        launch = await launch.again()
+        assert await launch.restore() == 1
+
+    play(story)
+
+
+def test_a_rebuild_over_a_whole_ledger_is_refused():
+    """Somebody runs it by mistake: nothing is written, and the job goes on."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        await asyncio.sleep(2)
+        before = stage.etcd.list(r.JobKeys(JOB).state).entries
+        assert "nothing to rebuild" in (await stage.rebuild("n0")).problem
+        assert stage.etcd.list(r.JobKeys(JOB).state).entries == before
+        await launch.saved(2)
+
+    play(story)
+
+
+def test_a_compaction_under_broken_watches_is_only_a_new_listing():
+    """The history is compacted to the newest revision again and again, and every node's connection
+    breaks after it: the mirrors list anew and all saves commit."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        for step in range(1, 11):
+            for name in stage.nodes:
+                stage.etcd.unavailable(name, 0.5)
+            attempt = await launch.begin(step)
+            if stage.etcd.revision > stage.etcd.compacted:
+                stage.etcd.compact(stage.etcd.revision)
+            assert (await launch.outcome(*attempt)).verdict is COMMIT
+            await asyncio.sleep(2)
+        assert stage.events("note.follow_again"), "no watch was broken by the compaction"
+        launch = await launch.again()
+        assert await launch.restore() == 10
+
+    play(story)
+
+
+def test_a_new_leader_that_resets_all_leases_changes_nothing():
+    """Leases begin anew every 3 s for a while: no session is lost; a node that died lives longer in
+    the ledger, and goes in the end."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        stage.crash("n4")
+        for step in range(1, 7):
+            stage.etcd.expire_all_ttl_reset()
+            await launch.saved(step)
+            await asyncio.sleep(3)
+        assert not stage.events("note.session_lost")
+        assert "n4" in (await stage.agents["n0"].home.living()).members
+        await asyncio.sleep(12)
+        assert "n4" not in (await stage.agents["n0"].home.living()).members
+        launch = await launch.again()
+        assert await launch.restore() == 6
+
+    play(story)
+
+
+def test_a_minute_without_a_ledger_ends_the_saves_and_not_the_training():
+    """etcd is away for 60 s for everybody while the job calls save every 5 s. No call of a trainer
+    raises or takes longer than its bound; saves in flight end, in ABORT if they cannot commit; when
+    etcd is back the next due saves commit, and a restart finds the newest."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        for name in stage.nodes:
+            stage.etcd.unavailable(name, 60.0)
+        attempts, begun = [], now()
+        for step in range(2, 14):
+            saving = asyncio.create_task(launch.begin(step))
+            attempts.append(saving)
+            await asyncio.sleep(5)
+        await asyncio.sleep(90)
+        assert all(task.done() for task in attempts)
+        outcomes = [await launch.outcome(*task.result()) for task in attempts]
+        assert now() - begun < 200
+        committed = [o.attempt.step for o in outcomes if o.verdict is COMMIT]
+        assert stage.committed() == [1, *committed]
+        await launch.saved(14, 15)
+        launch = await launch.again()
+        assert await launch.restore() == 15
+
+    play(story)
+
+
+def test_a_call_of_the_trainer_is_answered_within_its_bound_while_the_ledger_is_away():
+    """save() without etcd: the agent says that the save is skipped after its short wait; it does not
+    hold the training loop until etcd is back."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        for name in stage.nodes:
+            stage.etcd.unavailable(name, 60.0)
+        for step in range(2, 6):
+            begun = now()
+            try:
+                await launch.begin(step)
+            except (AgentUnreachable, CheckpointError) as e:
+                pytest.fail(f"save() raised {e!r}")
+            assert now() - begun < 5, f"save({step}) took {now() - begun:.0f} s"
+            await asyncio.sleep(1)
+
+    play(story)
+
+
+def test_a_node_cut_from_the_ledger_grants_nothing_and_gives_back_everything():
+    """n3 hears its peers and not etcd, for longer than a lease: it refuses new shards, so saves go
+    elsewhere, and serves what it holds."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        stage.cluster.cut_from_ledger("n3")
+        await asyncio.sleep(12)
+        await launch.saved(2)
+        assert "n3" not in stage.holders("n0", 2).values()
+        peers, member = stage.agents["n1"].home.doors.peers, stage.agents["n3"].home.member
+        reply = await peers.call(member.peers_address, w.HeldQuery(JOB), 2.0)
+        assert {f.attempt.step for f in reply.files} == {1}, "it frees nothing without a read"
+        stage.cluster.heal()
+        await until(lambda: not [h for n, h in stage.held(step=1) if n == "n3"])
+        await launch.saved(3)
+
+    play(story, nodes=6)

@@ -1,0 +1,189 @@
+"""Stories of room and speed: nobody waits for room, nothing grows, a slow node costs only saves.
+
+A rank's slot takes 12 KiB here, a shard about 5 KB, staging comes and goes.
+"""
+
+import asyncio
+
+import pytest
+from stage import ABORT, COMMIT, JOB, now, play
+
+
+FOUR = ("n0", "n1", "n2", "n3")
+
+
+def test_a_holder_without_room_is_passed_over():
+    """n1 has no room for a shard of n0's: the next candidate takes it, and the commit is full."""
+
+    async def story(stage):
+        launch = await stage.launch("n0")
+        stage.fill("n1")
+        outcome = await launch.save(1)
+        assert (outcome.verdict, outcome.degraded) == (COMMIT, ())
+        assert sorted(stage.holders("n0", 1).values()) == ["n2", "n3", "n4"]
+        assert any("needs" in e["why"] and "has 0" in e["why"] for e in no_room(stage))
+
+    play(story)
+
+
+def no_room(stage):
+    return [e for e in stage.events("note.holder_failed") if "needs" in e["why"]]
+
+
+def test_nobody_has_room_for_shards_and_training_goes_on():
+    """All nodes but the owners' are full: ABORT that says need and have in bytes; save() returned
+    at once, and when room is made the next save commits."""
+
+    async def story(stage):
+        launch = await stage.launch("n0")
+        stage.fill("n1", "n2", "n3", "n4")
+        begun = now()
+        attempt = await launch.begin(1)
+        assert now() - begun < 0.1
+        outcome = await launch.outcome(*attempt)
+        assert outcome.verdict is ABORT
+        assert "bytes, has 0" in outcome.reason
+        assert now() - begun < 10
+        for name in FOUR[1:]:
+            del stage.nodes[name].store.files["ballast"]
+        await launch.saved(2)
+
+    play(story)
+
+
+def test_a_rank_without_room_for_its_own_slot_skips_the_save_for_all():
+    """n2's RAM is full before its first slot: the save is skipped on every rank, with need and
+    have, and training goes on."""
+
+    async def story(stage):
+        launch = await stage.launch(*FOUR)
+        stage.fill("n2")
+        outcome = await launch.save(1)
+        assert outcome.verdict is ABORT
+        assert "skipped by rank 2" in outcome.reason
+        assert "needs 12288 bytes, has 0 of 16777216" in outcome.reason
+        del stage.nodes["n2"].store.files["ballast"]
+        await launch.saved(2)
+
+    play(story)
+
+
+def test_a_snapshot_that_grows_gets_larger_slots_and_the_old_ones_go():
+    """The state doubles twice. Each step commits, and RAM is not held for sizes that are over."""
+
+    async def story(stage):
+        launch = await stage.launch("n0", "n1")
+        for step, size in enumerate((9_000, 9_000, 20_000, 20_000, 45_000, 45_000, 45_000)):
+            for rank in launch.ranks:
+                await rank.write(launch.ordinal, step, bytes([step]) * size)
+            launch.ordinal += 1
+            assert (await launch.outcome(launch.ordinal - 1, step)).verdict is COMMIT
+            await asyncio.sleep(5)
+        for name in stage.nodes:
+            assert used(stage, name) <= 2 * (49152 + 3 * 25_000) + 50_000, name
+
+    play(story, budget_bytes=300_000)
+
+
+# -- steady state ----------------------------------------------------------------------------------
+
+
+def used(stage, name):
+    return sum(len(held) for held in stage.nodes[name].store.files.values())
+
+
+def footprint(stage, name):
+    """Files, bytes and documents of a node."""
+    store = stage.nodes[name].store
+    return len(store.files), used(stage, name), len(store.documents)
+
+
+async def twenty(stage, launch, first):
+    """Twenty saves, and what every node and the ledger held after each: the largest of each."""
+    nodes, keys = {}, []
+    for step in range(first, first + 20):
+        await launch.saved(step)
+        await asyncio.sleep(3)
+        for name in stage.agents:
+            nodes.setdefault(name, []).append(footprint(stage, name))
+        keys.append(len(stage.etcd.list("p2pckpt/").entries))
+    return {name: tuple(map(max, zip(*seen, strict=True))) for name, seen in nodes.items()}, max(keys)
+
+
+@pytest.mark.parametrize("keep_last", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_hundred_saves_take_no_more_than_twenty(keep_last):
+    """100 saves, with one node lost and replaced on the way and the job started again: files, bytes
+    and documents of every node that stayed, and keys in etcd, are in the last twenty what they were
+    in the second twenty."""
+
+    async def story(stage):
+        launch = await stage.launch(*FOUR, keep_last=keep_last)
+        await twenty(stage, launch, 1)
+        second, keys = await twenty(stage, launch, 21)
+        launch.kill()
+        stage.crash("n3")
+        stage.add("m3")
+        await asyncio.sleep(20)
+        launch = await launch.again("n0", "n1", "n2", "m3")
+        assert await launch.restore() == 40
+        await twenty(stage, launch, 41)
+        await twenty(stage, launch, 61)
+        last, last_keys = await twenty(stage, launch, 81)
+        assert last_keys == keys
+        second["m3"] = second.pop("n3")
+        assert last == second
+
+    play(story, limit_s=36000.0)
+
+
+# -- a slow node -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", ["n0", "n2", "n4"])
+def test_with_one_node_at_a_third_of_the_speed_every_third_due_save_commits(slow):
+    """Links are such that a save takes just about as long as the time between two; one node has a
+    third of it. At least one in three due saves commits, never with a gap of more than two, and no
+    rank waits longer than its bound."""
+
+    async def story(stage):
+        launch = await stage.launch(*FOUR)
+        stage.net.slow(slow, speed / 3)
+        attempts, waits = [], []
+        for step in range(1, 31):
+            due = now()
+            attempts.append(await launch.begin(step))
+            waits.append(now() - due)
+            await asyncio.sleep(max(0.0, every_s - waits[-1]))
+        outcomes = [(await launch.outcome(*attempt)).verdict for attempt in attempts]
+        assert outcomes.count(COMMIT) >= 10
+        text = "".join("C" if verdict is COMMIT else "." for verdict in outcomes)
+        assert "..." not in text, text
+        assert max(waits) < 1.5
+
+    speed, every_s = 10e3, 3.0
+    play(story, bytes_per_s=speed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_skewed_ranks_at_least_every_second_due_save_commits(seed):
+    """No fault, but every rank comes to save up to 2 s apart from the others."""
+
+    async def story(stage):
+        launch = await stage.launch(*FOUR)
+        rng, committed = stage.cluster.rng, 0
+        for step in range(1, 21):
+            ordinal, launch.ordinal = launch.ordinal, launch.ordinal + 1
+
+            async def late(rank, ordinal=ordinal, step=step):
+                await asyncio.sleep(rng.uniform(0, 2))
+                return await rank.write(ordinal, step)
+
+            await launch.all(late)
+            await asyncio.sleep(1)
+        for ordinal in range(20):
+            outcome = await launch.outcome(ordinal, ordinal + 1)
+            committed += outcome.verdict is COMMIT
+        assert committed >= 10
+        assert stage.committed(JOB)[-1] >= 19
+
+    play(story, seed=seed)

@@ -1,0 +1,184 @@
+"""The simulated world as a developer runs it: the command, its exit codes, one seed being one run.
+
+The command runs in processes of its own, with different PYTHONHASHSEED: what depends on the order
+of a set or on an address would show in the digest of the event log. Endings that no right product
+shows (a crash, a wait without end) are brought about from the world's side of the doors.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from p2pckpt import records as r
+from p2pckpt.agent.retire import decide_sweep
+from p2pckpt.backends.inproc.ledger import FakeLedger
+from p2pckpt.errors import UsageError
+from p2pckpt.jobstate import JobState
+from p2pckpt.ports import Put, Txn
+from p2pckpt.wire import pack
+from simulations import clock
+from simulations.failures import FAULTS
+from simulations.world import EXIT_CODES, JOB, Options, World, run
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "p2pckpt.cli.main", "simulate", "world"]
+
+
+def begin(*options, hash_seed="0"):
+    return subprocess.Popen(
+        [*COMMAND, *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(process, timeout_s=60):
+    """(exit code, stdout, stderr) of a command, which is killed if it takes too long."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, out, err
+
+
+def world(*options):
+    return end(begin(*options))
+
+
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+def test_a_seed_is_one_run_in_every_process(seed, tmp_path):
+    faults = ("--fault", "crash_lose", "--fault", "partition")
+    logs = [tmp_path / "one.log", tmp_path / "two.log"]
+    both = [
+        begin("--seed", seed, *faults, "--log", str(log), "--json", hash_seed=hash_seed)
+        for log, hash_seed in zip(logs, ("1", "4242"), strict=True)
+    ]
+    documents = []
+    for process in both:
+        code, out, err = end(process)
+        assert code == 0, err
+        documents.append(json.loads(out))
+    one, two = documents
+    assert one["ok"]
+    assert one["end"] == "ok"
+    assert one["due"] >= 20
+    assert one["commits"] >= 15
+    assert one["faults"] == {"crash_lose": 1, "partition": 1}
+    assert re.fullmatch(r"[0-9a-f]{64}", one["digest"])
+    assert one == two
+    assert logs[0].read_bytes() == logs[1].read_bytes()
+    events = [json.loads(line) for line in logs[0].read_text().splitlines()]
+    assert len(events) > 100
+
+
+def test_another_seed_is_another_run():
+    ends = [run(Options(seed, saves=2)) for seed in (1, 2, 1)]
+    assert {result.end for result in ends} == {"ok"}
+    assert ends[0].digest == ends[2].digest != ends[1].digest
+
+
+def test_what_is_told_without_json():
+    code, out, err = world("--seed", "7", "--saves", "1", "--fault", "ttl_reset")
+    assert code == 0
+    assert out.startswith("ok: 1 commits of 1 due saves, ")
+    assert re.search(r"^event log sha256 [0-9a-f]{64}$", out, re.MULTILINE)
+    assert err.startswith("options: {'seed': 7, 'nodes': 5, ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--fault", "nosuch"), "nosuch"),
+        (("--nodes", "0"), "nodes 0"),
+        (("--saves", "0"), "saves 0"),
+        (("--layout", "rs:99,99"), "k=99"),
+        (("--seed", "x"), "--seed"),
+        (("--nosuch",), "--nosuch"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_exit_code_2(options, message):
+    code, out, err = world(*options)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_more_lost_than_the_layout_survives_is_exit_code_4(tmp_path):
+    # One copy elsewhere, and then every machine but one is lost for good, one after the other.
+    file = tmp_path / "world.json"
+    storm = ("--fault", "crash_lose") * 8
+    code, _, err = world(
+        "--seed", "3", "--saves", "8", "--nodes", "4", *storm, "--json", str(file)
+    )  # fmt: skip
+    document = json.loads(file.read_text())
+    assert (code, document["end"]) == (4, "lost"), err
+    assert document["why"]
+
+
+def test_every_end_has_an_exit_code_of_its_own():
+    assert EXIT_CODES == {"ok": 0, "wrong": 1, "lost": 4, "crash": 5, "stuck": 6}
+    told = end(begin("--help"))[1]
+    assert all(f"{code} {name}" in told for name, code in EXIT_CODES.items())
+
+
+def test_beyond_the_bound_of_virtual_time_is_stuck():
+    result = run(Options(1, limit_s=10.0))
+    assert result.end == "stuck"
+    assert "10.0 virtual seconds" in result.why
+
+
+def test_an_exception_in_an_agent_is_a_crash(monkeypatch):
+    right, broken = FakeLedger.list, []
+
+    async def listing(self, prefix):
+        """A door that breaks its promise: no foreign exception comes out."""
+        return 1 // 0 if broken else await right(self, prefix)
+
+    async def breaks(_world, node, _fault):
+        broken.append(node)
+
+    monkeypatch.setattr(FakeLedger, "list", listing)
+    monkeypatch.setitem(FAULTS, "pause", breaks)
+    result = run(Options(1, saves=2, faults=("pause",), limit_s=600.0))
+    assert result.end == "crash"
+    assert "ZeroDivisionError" in result.why
+
+
+def test_a_commit_without_bytes_is_wrong(monkeypatch):
+    async def forge(world, _node, _fault):
+        keys, etcd = r.JobKeys(JOB), world.cluster.etcd
+        state = JobState.listed(keys, etcd.list(keys.state))
+        number = state.generation.number
+        attempt = r.Attempt(state.ledger_id, JOB, number, 900, 9000)
+        commit = r.Commit(attempt, "forged", state.generation.layout, 4, 1)
+        assert etcd.apply("nobody", Txn(puts=(Put(keys.commit("forged", 9000), pack(commit)),)))
+
+    monkeypatch.setitem(FAULTS, "pause", forge)
+    result = run(Options(1, saves=2, faults=("pause",)))
+    assert result.end == "wrong"
+    assert "step 9000 committed without the bytes of ranks [0, 1, 2, 3]" in result.why
+
+
+def test_of_older_generations_nothing_is_left():
+    world = World(Options(1))
+    clock.run(world.main(), limit_s=3600.0)
+    keys, etcd = r.JobKeys(JOB), world.cluster.etcd
+    state = JobState.listed(keys, etcd.list(keys.state))
+    assert state.generation.number > 1
+    assert decide_sweep(state, etcd.list(keys.root)) == ()
+    assert etcd.list(keys.roster_pieces(state.generation.roster_digest)).entries
+
+
+def test_options_know_their_own_validity():
+    with pytest.raises(UsageError, match=r"\['storm'\]: known are ambiguous, bad_weather, "):
+        Options(1, faults=("storm", "pause"))
