@@ -66,23 +66,15 @@ class Visit:
     files: dict[str, Held] = field(default_factory=dict)
 
 
-class UnknownJob(CheckpointError):
-    """There is no such job, or none at all; names those that there are."""
-
-
 def choose_job(given: str, known: Iterable[str]) -> str:
-    """The job that is meant: "uid.name", or "" where there is only one.
+    """The job that is meant: "uid.name", or "" where there is only one. "": there is none.
 
-    Raises UnknownJob, or UsageError where one has to be named.
+    Raises UsageError where one has to be named.
     """
-    jobs = sorted(set(known))
-    found = [job for job in jobs if given in (job, "")]
-    names = ", ".join(jobs[:16]) or "none"
-    if not found:
-        raise UnknownJob(f"job {given!r} is not known; there are: {names}")
+    found = sorted({job for job in known if given in (job, "")})
     if len(found) > 1:
-        raise UsageError(f"which job? --job was not given; there are: {names}")
-    return found[0]
+        raise UsageError(f"which job? --job was not given; there are: {', '.join(found[:16])}")
+    return found[0] if found else ""
 
 
 def find_commit(state: JobState, step: int | None) -> r.Commit | str:
@@ -154,12 +146,12 @@ class Asking:
 
     # -- what there is ----------------------------------------------------------------------------
 
-    async def _choose(self, given: str) -> str:
-        """The job that is meant: of those with bytes here first, then of all."""
+    async def _known(self, given: str) -> set[str]:
+        """Jobs to choose from: those with bytes here if that will do, else all."""
         held = set(self._held())
         if given in held or (not given and len(held) == 1):
-            return choose_job(given, held)
-        return choose_job(given, {*held, *await known_jobs(self.home)})
+            return held
+        return {*held, *await known_jobs(self.home)}
 
     def _held(self) -> dict[str, int]:
         out: dict[str, int] = {}
@@ -186,10 +178,11 @@ class Asking:
         return out
 
     async def _step(self, who: TrainerId, visit: Visit, query: w.StepQuery) -> r.Record:
-        try:
-            ctx = await self.context(await self._choose(query.job))
-        except UnknownJob as e:
-            return w.RefusedReply(reason=str(e))
+        known = await self._known(query.job)
+        if not (job := choose_job(query.job, known)):
+            names = ", ".join(sorted(known)[:16]) or "none"
+            return w.RefusedReply(reason=f"job {query.job!r} is not known; there are: {names}")
+        ctx = await self.context(job)
         commit = find_commit(await ctx.refresh(), query.step)
         if isinstance(commit, str):
             return w.RefusedReply(reason=commit)

@@ -16,7 +16,7 @@ import pytest
 
 from p2pckpt import records as r
 from p2pckpt.agent.retire import decide_sweep
-from p2pckpt.backends.inproc.ledger import FakeLedger
+from p2pckpt.backends.inproc.ledger import LedgerDoor
 from p2pckpt.errors import UsageError
 from p2pckpt.jobstate import JobState
 from p2pckpt.ports import Put, Txn
@@ -138,7 +138,7 @@ def test_beyond_the_bound_of_virtual_time_is_stuck():
 
 
 def test_an_exception_in_an_agent_is_a_crash(monkeypatch):
-    right, broken = FakeLedger.list, []
+    right, broken = LedgerDoor.list, []
 
     async def listing(self, prefix):
         """A door that breaks its promise: no foreign exception comes out."""
@@ -147,7 +147,7 @@ def test_an_exception_in_an_agent_is_a_crash(monkeypatch):
     async def breaks(_world, node, _fault):
         broken.append(node)
 
-    monkeypatch.setattr(FakeLedger, "list", listing)
+    monkeypatch.setattr(LedgerDoor, "list", listing)
     monkeypatch.setitem(FAULTS, "pause", breaks)
     result = run(Options(1, saves=2, faults=("pause",), limit_s=600.0))
     assert result.end == "crash"

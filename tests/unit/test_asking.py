@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ledger_world import KEYS, Book
 
 from p2pckpt import records as r
-from p2pckpt.agent.asking import UnknownJob, choose_job, find_commit, pieces_of
+from p2pckpt.agent.asking import choose_job, find_commit, pieces_of
 from p2pckpt.errors import UsageError
 
 JOBS = ["0.a", "1000.a", "1000.b"]
@@ -17,13 +17,11 @@ JOBS = ["0.a", "1000.a", "1000.b"]
 def test_the_job_that_is_meant():
     assert choose_job("1000.a", JOBS) == "1000.a"
     assert choose_job("", ["0.a"]) == "0.a"
-    with pytest.raises(UsageError, match="which job.*0.a, 1000.a, 1000.b"):
+    with pytest.raises(UsageError, match=r"which job.*0\.a, 1000\.a, 1000\.b"):
         choose_job("", JOBS)
     for unknown in ("a", "0.b", "1000.ab"):
-        with pytest.raises(UnknownJob, match=f"'{unknown}' is not known; there are: 0.a"):
-            choose_job(unknown, JOBS)
-    with pytest.raises(UnknownJob, match="none"):
-        choose_job("", [])
+        assert choose_job(unknown, JOBS) == ""
+    assert choose_job("", []) == ""
 
 
 def test_the_step_that_is_meant():
