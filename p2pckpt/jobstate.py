@@ -39,6 +39,8 @@ class JobState:
 
     keys: r.JobKeys
     revision: int = 0
+    listed_revision: int = 0
+    """Revision of the listing that this began with: a watch that lags may bring older changes."""
     ledger_id: str = ""
     floor: str = ""
     generation: r.Generation | None = None
@@ -61,13 +63,14 @@ class JobState:
         state = cls(keys)
         for entry in listing.entries:
             state.apply(Change(entry.key, entry.value, entry.mod_revision, entry.create_revision))
-        state.revision = listing.revision
+        state.revision = state.listed_revision = listing.revision
         return state
 
     def apply_all(self, changes: Iterable[Change]) -> None:
-        """Apply watched changes in order."""
+        """Apply watched changes in order; those that the listing had already are passed over."""
         for change in changes:
-            self.apply(change)
+            if change.revision > self.listed_revision:
+                self.apply(change)
 
     def apply(self, change: Change) -> None:
         """Apply one change; anything below ``keys.state`` is understood or listed unreadable."""

@@ -107,6 +107,7 @@ class JobContext:
     seen: r.LedgerSeen | None = None
     checkpoints: dict[str, r.Checkpoint] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _moved: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.keys = r.JobKeys(self.job)
@@ -122,22 +123,42 @@ class JobContext:
 
     async def follow(self) -> None:
         """Keep the mirror current for ever: list, watch, list again after a compaction."""
-        ledger = self.home.doors.ledger
         while True:
             try:
                 await self.refresh()
-                watch = ledger.watch(self.keys.state, self.state.revision + 1)
-                async for changes in watch:
-                    self.state.apply_all(changes)
-                    self.wake()
+                await self._watch()
             except (Compacted, LedgerForgot, LedgerUnavailable) as e:
                 self.note("follow_again", why=str(e))
                 await asyncio.sleep(RETRY_S)
 
+    async def _watch(self) -> None:
+        """Apply changes until the watch fails, or the job has another ledger (a rebuild), whose
+        revisions say nothing to a watch of the old one."""
+        self._moved.clear()
+        following = asyncio.ensure_future(self._apply_changes())
+        moved = asyncio.ensure_future(self._moved.wait())
+        try:
+            await asyncio.wait((following, moved), return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+        finally:
+            for task in (following, moved):
+                task.cancel()
+            await asyncio.gather(following, moved, return_exceptions=True)
+
+    async def _apply_changes(self) -> None:
+        watch = self.home.doors.ledger.watch(self.keys.state, self.state.revision + 1)
+        async for changes in watch:
+            self.state.apply_all(changes)
+            self.wake()
+
     async def refresh(self) -> JobState:
         """Re-list now; the mirror is then at least as new as this call."""
         truth = await self.truth()
-        if truth.revision >= self.state.revision:
+        another = truth.ledger_id != self.state.ledger_id
+        if another and self.state.ledger_id:
+            self._moved.set()
+        if another or truth.revision >= self.state.revision:
             self.state = truth
             self.following = True
             self.wake()

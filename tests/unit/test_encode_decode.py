@@ -8,11 +8,12 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from ledger_world import Book
 from msgspec import structs
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.serve import check_shard
+from p2pckpt.agent.serve import check_shard, decide_offer
 from p2pckpt.coding.checksum import ALGORITHM, chunk_table, crc32c
 from p2pckpt.coding.reed_solomon import Code
 from p2pckpt.errors import CodingError, FormatError, IntegrityError, UsageError
@@ -277,6 +278,23 @@ def test_a_negative_shard_index_is_refused():
     offer, packed = offer_of(manifest, -1)
     with pytest.raises(FormatError):
         check_shard(offer, packed, memoryview(files[2]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"index": -1}, {"lengths": (512, -1)}, {"manifest_bytes": 0}, {"manifest_bytes": -1}],
+    ids=str,
+)
+def test_an_offer_of_impossible_numbers_is_refused_for_a_save_and_for_a_repair(changes):
+    manifest, _ = share_of((700, 300), r.Layout(2, 1))
+    offer, _ = offer_of(manifest, 0)
+    book = Book()
+    for state in (book.state(), book.commit(A.step, ordinal=A.ordinal) and book.state()):
+        assert decide_offer(offer, state, cut_off=False) == ""
+        assert "need 0, 0, 1 or more" in decide_offer(
+            structs.replace(offer, **changes), state, cut_off=False
+        )
+    assert state.committed(A)
 
 
 SPOILT = [

@@ -11,6 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("p2pckpt", "topology", "simulations")
+TOOLS = ("tests/bench",)
+"""Programs among the tests: as short as the product, without exceptions."""
 
 # -- who is where ----------------------------------------------------------------------------------
 
@@ -338,7 +340,7 @@ def test_every_file_opens_with_a_docstring():
 
 def test_files_are_short():
     wrong = []
-    for path in sources(*PRODUCT):
+    for path in sources(*PRODUCT, *TOOLS):
         lines = len((ROOT / path).read_text().splitlines())
         limit = LONG_FILES.get(path, (400, ""))[0]
         if lines > limit:
@@ -347,7 +349,7 @@ def test_files_are_short():
 
 
 def functions():
-    for path, tree in sources(*PRODUCT).items():
+    for path, tree in sources(*PRODUCT, *TOOLS, "tests/faults").items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield path, node

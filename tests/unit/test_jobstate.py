@@ -311,3 +311,16 @@ def test_no_state_at_all_has_no_latest():
     state = JobState(KEYS)
     assert (state.latest(), state.current_lineage(), state.generation) == (None, None, None)
     assert state.ledger_id == "" != LEDGER
+
+
+def test_a_watch_that_lags_does_not_take_the_mirror_back():
+    book = Book()
+    book.begin(1)
+    book.begin(2)
+    old = book.etcd.changes(KEYS.generation, 1)[-2]
+    state = book.state()
+    state.apply_all([old])
+    assert state.generation.number == 2
+    book.begin(3)
+    state.apply_all(book.etcd.changes(KEYS.generation, old.revision))
+    assert state.generation.number == 3
