@@ -22,10 +22,11 @@ from functools import partial
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
+from p2pckpt.agent.bringing import bring, fetching, give_back
 from p2pckpt.agent.cleaning import clean, known_jobs
 from p2pckpt.agent.context import RETRY_S, Home, JobContext
 from p2pckpt.agent.deciding import ask_all, groups_of
-from p2pckpt.agent.holdings import Held, Want, document_name
+from p2pckpt.agent.holdings import Held, document_name
 from p2pckpt.agent.status import redundancy
 from p2pckpt.errors import (
     AmbiguousAnswer,
@@ -36,10 +37,9 @@ from p2pckpt.errors import (
     UsageError,
 )
 from p2pckpt.jobstate import JobState
-from p2pckpt.ports import Put, Region, TrainerId, Txn, absent
+from p2pckpt.ports import Put, TrainerId, Txn, absent
 from p2pckpt.restore.fetch import Fetching, fetch_manifest
-from p2pckpt.restore.locate import Facts, Sources, candidates, sources_of
-from p2pckpt.restore.pipeline import restore_rank
+from p2pckpt.restore.locate import candidates
 from p2pckpt.restore.verify import bad_chunks, open_manifest, snapshot_table
 from topology.cluster import TopologyError
 
@@ -281,7 +281,10 @@ class Asking:
                 self.home.doors.notes("manifest_wrong", {"why": str(e)})
         source = "local" if manifest is not None else "peers"
         if manifest is None:
-            held, manifest, bytes_from = await self._bring(visit, reply, share, rank)
+            job = await self._fetching(reply, share, rank)
+            held, fetched = await bring(self.home, job, r.FileKind.STAGE)
+            visit.files[held.file] = held
+            manifest, bytes_from = fetched.manifest, fetched.bytes_from
         assert held is not None
         return w.RestoreFile(
             ballot=0,
@@ -295,42 +298,13 @@ class Asking:
             bytes_from=bytes_from,
         )
 
-    async def _bring(
-        self, visit: Visit, reply: w.StepReply, share: r.SealedShare, rank: int
-    ) -> tuple[Held, r.Manifest, dict[str, int]]:
-        """A rank from whoever holds it, decoded if need be, into a staging file."""
-        holdings, attempt = self.home.holdings, reply.commit.attempt
-        taken: list[Held] = []
-
-        async def stage(size: int) -> Region:
-            want = Want(r.FileKind.STAGE, attempt, self.home.node, rank, max(1, size))
-            taken.append(await holdings.take(want, object()))
-            return holdings.region(taken[-1], 0, size)
-
-        kept: list[Held] = []
-        try:
-            fetched = await restore_rank(await self._fetching(reply, share, rank), stage, stage)
-            kept = [held for held in taken if held.file == fetched.target.file]
-        finally:
-            for held in taken:
-                if held not in kept:
-                    holdings.release(held)
-                    holdings.writer_done(held)
-        visit.files[kept[0].file] = kept[0]
-        return kept[0], fetched.manifest, fetched.bytes_from
-
     async def _fetching(self, reply: w.StepReply, share: r.SealedShare, rank: int) -> Fetching:
         """The fetch of one rank from those who hold it *now*."""
-        ctx, attempt = await self.context(reply.job), reply.commit.attempt
-        held, _ = await ask_all(ctx, w.HeldQuery(ctx.job, attempt))
-        sources: Sources = sources_of(share, attempt, Facts(ctx.state, held, (), {}, False))
-        members = (await self.home.living(self.home.config.keepalive_s)).members
-        return Fetching(rank, share, attempt, sources, members, self.home.doors, self.home.config)
+        return await fetching(await self.context(reply.job), reply.commit.attempt, share, rank)
 
     def _give_back(self, visit: Visit, file: str) -> None:
         if (held := visit.files.pop(file, None)) is not None:
-            self.home.holdings.release(held)
-            self.home.holdings.writer_done(held)
+            give_back(self.home, held)
 
 
 def _visited(visit: Visit, attempt: r.Attempt) -> w.StepReply:

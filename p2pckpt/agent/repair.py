@@ -22,14 +22,13 @@ from functools import partial
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
+from p2pckpt.agent.bringing import bring, fetching
 from p2pckpt.agent.context import JobContext
 from p2pckpt.agent.deciding import ask_all, groups_of
 from p2pckpt.agent.holdings import Held, Want, document_name
 from p2pckpt.errors import CheckpointError, IntegrityError
 from p2pckpt.ports import Region
-from p2pckpt.restore.fetch import Fetching
 from p2pckpt.restore.locate import Facts, Sources, sources_of
-from p2pckpt.restore.pipeline import restore_rank
 from p2pckpt.restore.verify import open_manifest
 from p2pckpt.save.encode import encode_rank
 from p2pckpt.save.send import Crew, EncodedShare, crew_of, send_shard, substitute
@@ -181,7 +180,7 @@ class Repairing:
         ctx, attempt = self.ctx, commit.attempt
         stages: list[Held] = []
         try:
-            manifest = await self._copies(commit, repair, sources, members, stages)
+            manifest = await self._copies(commit, repair)
             share = await self._encoded(manifest, repair, stages)
             crew = crew_of(dict(members), ctx.home.member, commit.layout, self._spread())
             missing = list(repair.missing)
@@ -227,59 +226,17 @@ class Repairing:
                 ctx.note("repair_holder_failed", node=node, shard=index, why=str(e))
         return False
 
-    async def _copies(
-        self,
-        commit: r.Commit,
-        repair: Repair,
-        sources: Sources,
-        members: Mapping[str, r.Member],
-        stages: list[Held],
-    ) -> r.Manifest:
+    async def _copies(self, commit: r.Commit, repair: Repair) -> r.Manifest:
         """The share's manifest, with every rank's slot WHOLE on this node."""
-        ctx, holdings, attempt = self.ctx, self.ctx.home.holdings, commit.attempt
-        digest = repair.share.manifest_digest
-        for rank in repair.share.ranks:
-            if holdings.find(attempt, r.FileKind.SLOT, rank) is None:
-                await self._bring(attempt, repair.share, rank, (sources, members, stages))
-        packed = ctx.home.doors.arena.document(document_name(digest))
+        ctx, share, attempt = self.ctx, repair.share, commit.attempt
+        for rank in share.ranks:
+            if ctx.home.holdings.find(attempt, r.FileKind.SLOT, rank) is None:
+                job = await fetching(ctx, attempt, share, rank)
+                await bring(ctx.home, job, r.FileKind.SLOT)
+        packed = ctx.home.doors.arena.document(document_name(share.manifest_digest))
         if packed is None:
-            raise IntegrityError(f"manifest {digest[:12]} is not beside its slots")
-        return open_manifest(packed, digest)
-
-    async def _bring(
-        self,
-        attempt: r.Attempt,
-        share: r.SealedShare,
-        rank: int,
-        place: tuple[Sources, Mapping[str, r.Member], list[Held]],
-    ) -> None:
-        """One rank's snapshot from the others into a slot of this node."""
-        ctx, holdings = self.ctx, self.ctx.home.holdings
-        sources, members, stages = place
-        doors, config = ctx.home.doors, ctx.home.config
-        job = Fetching(rank, share, attempt, sources, members, doors, config)
-        taken: list[Held] = []
-
-        async def room(size: int) -> Region:
-            want = Want(r.FileKind.SLOT, attempt, ctx.home.node, rank, max(1, size))
-            taken.append(await holdings.take(want, object()))
-            return holdings.region(taken[0], 0, size)
-
-        async def scratch(size: int) -> Region:
-            want = Want(r.FileKind.STAGE, attempt, ctx.home.node, rank, max(1, size))
-            stages.append(await holdings.take(want))
-            return holdings.region(stages[-1], 0, size)
-
-        try:
-            fetched = await restore_rank(job, room, scratch)
-        except BaseException:
-            for held in taken:
-                holdings.release(held)
-                holdings.writer_done(held)
-            raise
-        name = document_name(share.manifest_digest)
-        doors.arena.put_document(name, pack(fetched.manifest))
-        holdings.seal(taken[0], fetched.target.length, share.manifest_digest)
+            raise IntegrityError(f"manifest {share.manifest_digest[:12]} is not beside its slots")
+        return open_manifest(packed, share.manifest_digest)
 
     async def _encoded(
         self, manifest: r.Manifest, repair: Repair, stages: list[Held]

@@ -14,16 +14,15 @@ bytes that were read and were wrong quarantine a step.
 
 from __future__ import annotations
 
-from functools import partial
-
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.bucket import offloaded_groups, offloaded_share
+from p2pckpt.agent.bringing import bring, fetching, staging
+from p2pckpt.agent.bucket import offloaded_groups
 from p2pckpt.agent.closing import Ballot, over, see_closed
 from p2pckpt.agent.context import JobContext, Roster
-from p2pckpt.agent.deciding import ask_all, decision_of, groups_of
+from p2pckpt.agent.deciding import decision_of, groups_of
 from p2pckpt.agent.gather import Gathering
-from p2pckpt.agent.holdings import Held, Want, document_name
+from p2pckpt.agent.holdings import Held, document_name
 from p2pckpt.errors import (
     CheckpointError,
     IntegrityError,
@@ -34,8 +33,7 @@ from p2pckpt.errors import (
 )
 from p2pckpt.jobstate import JobState
 from p2pckpt.ports import Put, Region, Txn, absent, present
-from p2pckpt.restore.fetch import OBJECT_STORE, Fetching
-from p2pckpt.restore.locate import Facts, sources_of
+from p2pckpt.restore.fetch import OBJECT_STORE
 from p2pckpt.restore.pipeline import Fetched, Stage, restore_rank
 from p2pckpt.restore.verify import open_manifest, snapshot_table
 from p2pckpt.wire import pack
@@ -129,7 +127,7 @@ class Restoring:
 
         self.ctx.home.holdings.reopen(held, writer)
         try:
-            await self._fetch(ballot, rank, in_place)
+            await self._again(ballot, rank, in_place)
         except RestoreFailed as e:
             self.ctx.home.holdings.writer_done(held)
             if e.retryable:
@@ -182,71 +180,34 @@ class Restoring:
         A step that RAM has retired and only the object store has is not taken up again: its file
         is a stage that goes when the ballot ends.
         """
-        holdings, node = self.ctx.home.holdings, self.ctx.home.node
+        ctx = self.ctx
         assert ballot.decision.commit is not None
         attempt = ballot.decision.commit.attempt
-        taken: list[Held] = []
-
-        lives = self.ctx.state.committed(attempt) is not None
-        kind = r.FileKind.SLOT if lives else r.FileKind.STAGE
+        lives = ctx.state.committed(attempt) is not None
         if lives:
-            self.ctx.track(attempt)
-
-        async def room(size: int) -> Region:
-            want = Want(kind, attempt, node, rank, max(1, size))
-            taken.append(await holdings.take(want, object()))
-            return holdings.region(taken[0], 0, size)
-
-        try:
-            fetched = await self._fetch(ballot, rank, room)
-        except BaseException:
-            for held in taken:
-                holdings.release(held)
-                holdings.writer_done(held)
-            raise
+            ctx.track(attempt)
+        job = await fetching(ctx, attempt, await self._share(attempt, rank), rank)
+        held, fetched = await bring(ctx.home, job, r.FileKind.SLOT if lives else r.FileKind.STAGE)
         ballot.fetched[rank] = fetched
-        packed = pack(fetched.manifest)
-        share = await self._share(attempt, rank)
-        if lives:
-            self.ctx.home.doors.arena.put_document(document_name(share.manifest_digest), packed)
-            holdings.seal(taken[0], fetched.target.length, share.manifest_digest)
-        else:
-            holdings.writer_done(taken[0])
-            taken[0].length = fetched.target.length
-        return taken[0], packed
+        self._note_fetched(rank, fetched)
+        return held, pack(fetched.manifest)
 
-    async def _fetch(self, ballot: Ballot, rank: int, room: Stage) -> Fetched:
-        """Run the restore pipeline for a rank, into the region that `room` gives."""
-        ctx, holdings = self.ctx, self.ctx.home.holdings
+    async def _again(self, ballot: Ballot, rank: int, room: Stage) -> None:
+        """Fetch a rank once more, into the file that it has."""
         assert ballot.decision.commit is not None
         attempt = ballot.decision.commit.attempt
-        share = await self._share(attempt, rank)
-        answers, _ = await ask_all(ctx, w.HeldQuery(job=ctx.job, attempt=attempt))
-        facts = Facts(ctx.state, answers, (), {}, False)
-        members = (await ctx.home.living(ctx.home.config.keepalive_s)).members
-        sources = sources_of(share, attempt, facts)
-        job = Fetching(rank, share, attempt, sources, members, ctx.home.doors, ctx.home.config)
-        job.stored = partial(offloaded_share, ctx, attempt, share.node)
-        stages: list[Held] = []
+        job = await fetching(self.ctx, attempt, await self._share(attempt, rank), rank)
+        async with staging(self.ctx.home, job) as scratch:
+            self._note_fetched(rank, await restore_rank(job, room, scratch))
 
-        async def scratch(size: int) -> Region:
-            want = Want(r.FileKind.STAGE, attempt, ctx.home.node, rank, max(1, size))
-            stages.append(await holdings.take(want))
-            return holdings.region(stages[-1], 0, size)
-
-        try:
-            fetched = await restore_rank(job, room, scratch)
-        finally:
-            for stage in stages:
-                holdings.release(stage)
-        ctx.note(
+    def _note_fetched(self, rank: int, fetched: Fetched) -> None:
+        self.ctx.note(
             "fetched",
             rank=rank,
-            attempt=attempt.key,
+            attempt=fetched.manifest.attempt.key,
             bytes_from=fetched.bytes_from,
             decoded=list(fetched.decoded),
         )
-        return fetched
 
     async def _share(self, attempt: r.Attempt, rank: int) -> r.SealedShare:
         groups = await groups_of(self.ctx, attempt) or await offloaded_groups(self.ctx, attempt)

@@ -1,0 +1,88 @@
+"""One rank's snapshot from the others into a file of this node: for restore, repair and export.
+
+    who holds it now -> fetch, verify, decode (restore/pipeline) -> a SLOT that stays, or a STAGE
+
+Contract: a SLOT comes out WHOLE, with its manifest beside it: it is the rank's own copy on this
+node from then on. A STAGE is the caller's to give back. If anything fails, no file is left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+from p2pckpt import records as r
+from p2pckpt import wire as w
+from p2pckpt.agent.bucket import offloaded_share
+from p2pckpt.agent.context import Home, JobContext
+from p2pckpt.agent.deciding import ask_all
+from p2pckpt.agent.holdings import Held, Want, document_name
+from p2pckpt.ports import Region
+from p2pckpt.restore.fetch import Fetching
+from p2pckpt.restore.locate import Facts, sources_of
+from p2pckpt.restore.pipeline import Fetched, Stage, restore_rank
+from p2pckpt.wire import pack
+
+
+async def fetching(
+    ctx: JobContext, attempt: r.Attempt, share: r.SealedShare, rank: int
+) -> Fetching:
+    """The fetch of one rank from those who say that they hold it now. Raises LedgerUnavailable."""
+    answers, _ = await ask_all(ctx, w.HeldQuery(job=ctx.job, attempt=attempt))
+    sources = sources_of(share, attempt, Facts(ctx.state, answers, (), {}, False))
+    members = (await ctx.home.living(ctx.home.config.keepalive_s)).members
+    job = Fetching(rank, share, attempt, sources, members, ctx.home.doors, ctx.home.config)
+    job.stored = partial(offloaded_share, ctx, attempt, share.node)
+    return job
+
+
+async def bring(home: Home, job: Fetching, kind: r.FileKind) -> tuple[Held, Fetched]:
+    """Fetch the rank into a new file of `kind`, SLOT or STAGE. Raises RestoreFailed, NoRoom."""
+    holdings = home.holdings
+    taken: list[Held] = []
+
+    async def room(size: int) -> Region:
+        want = Want(kind, job.attempt, home.node, job.rank, max(1, size))
+        taken.append(await holdings.take(want, object()))
+        return holdings.region(taken[0], 0, size)
+
+    try:
+        async with staging(home, job) as scratch:
+            fetched = await restore_rank(job, room, scratch)
+    except BaseException:
+        for held in taken:
+            give_back(home, held)
+        raise
+    (held,) = taken
+    if kind is r.FileKind.SLOT:
+        name = document_name(job.share.manifest_digest)
+        home.doors.arena.put_document(name, pack(fetched.manifest))
+        holdings.seal(held, fetched.target.length, job.share.manifest_digest)
+    else:
+        held.length = fetched.target.length
+        holdings.writer_done(held)
+    return held, fetched
+
+
+@asynccontextmanager
+async def staging(home: Home, job: Fetching) -> AsyncIterator[Stage]:
+    """Scratch space for one fetch; it goes when the block ends."""
+    stages: list[Held] = []
+
+    async def scratch(size: int) -> Region:
+        want = Want(r.FileKind.STAGE, job.attempt, home.node, job.rank, max(1, size))
+        stages.append(await home.holdings.take(want))
+        return home.holdings.region(stages[-1], 0, size)
+
+    try:
+        yield scratch
+    finally:
+        for stage in stages:
+            home.holdings.release(stage)
+
+
+def give_back(home: Home, held: Held) -> None:
+    """A file that nobody writes or reads any more."""
+    home.holdings.release(held)
+    home.holdings.writer_done(held)
