@@ -88,8 +88,10 @@ async def hand_in(
             await ctx.until(lambda: done() or complete() is not None, takeover_s)
             if done():
                 return
-            if (pieces := complete()) and await _write(ctx, number, pieces, write):
-                return
+            if pieces := complete():
+                if await _write(ctx, number, pieces, write):
+                    return
+                await ctx.until(done, takeover_s)  # it failed: not again at once
 
 
 async def _give(ctx: JobContext, lead: r.RosterNode, piece: HandIn, gathering: Gathering) -> None:

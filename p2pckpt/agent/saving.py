@@ -83,18 +83,25 @@ class Saving:
         ctx.track(attempt, call.capacity * len(own.ranks) * layout.shards // layout.k)
         spare_s = ctx.home.config.skip_wait_s
         if not await ctx.until(lambda: ctx.decided(attempt) or self._may_take(rank), spare_s):
-            reason = f"skipped by rank {rank}: its earlier saves are still in flight"
-            await ctx.abort(attempt, reason)
+            return await self._skip(attempt, rank, "its earlier saves are still in flight")
         if ctx.decided(attempt):
             return w.Skipped(reason=self._why(attempt))
         want = Want(r.FileKind.SLOT, attempt, ctx.home.node, rank, self._capacity(call.capacity))
         try:
             held = await ctx.home.holdings.take(want, trainer)
         except NoRoom as e:
-            await ctx.abort(attempt, f"skipped by rank {rank}: {e}")
-            return w.Skipped(reason=str(e))
+            return await self._skip(attempt, rank, str(e))
         own.slots[rank] = held
         return w.Slot(file=held.file, capacity=held.capacity)
+
+    async def _skip(self, attempt: r.Attempt, rank: int, why: str) -> w.Skipped:
+        """ABORT, and the answer no later than `skip_wait_s`: without this rank's share there is no
+        commit, so the trainer need not wait for a ledger that is away."""
+        ctx, reason = self.ctx, f"skipped by rank {rank}: {why}"
+        ctx.home.spawn(f"skip {attempt.key}", ctx.abort(attempt, reason))
+        if await ctx.until(lambda: ctx.decided(attempt), ctx.home.config.skip_wait_s):
+            return w.Skipped(reason=self._why(attempt))
+        return w.Skipped(reason=reason)
 
     async def slot_done(self, rank: int, call: w.SlotDone) -> r.Record:
         """The snapshot is whole; the last local rank starts the share on its way."""

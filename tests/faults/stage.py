@@ -168,7 +168,9 @@ class Stage:
         returns an event, the transaction waits for that."""
 
         def listen(name, txn):
-            if name == node and any(p.key.startswith(r.JobKeys(JOB).root + prefix) for p in txn.puts):
+            if name == node and any(
+                p.key.startswith(r.JobKeys(JOB).root + prefix) for p in txn.puts
+            ):
                 self.before_txn.remove(listen)
                 return do()
             return None

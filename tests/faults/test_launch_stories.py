@@ -230,5 +230,3 @@ def test_a_rank_that_dies_while_the_launch_forms_does_not_count():
         await rest.saved(1)
 
     play(story)
-
-

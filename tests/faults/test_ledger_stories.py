@@ -78,7 +78,19 @@ def test_agents_of_a_ledger_that_forgot_freeze_and_keep_every_byte(forget):
     play(story)
 
 
-@FORGETTING
+@pytest.mark.parametrize(
+    "forget",
+    [
+        wiped,
+        pytest.param(
+            rolled_back,
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="nobody looks until the revision has caught up, and then it melts",
+            ),
+        ),
+    ],
+)
 def test_a_rebuilt_ledger_restores_exactly(forget):
     """After `ledger rebuild` a new start restores step 3, bit by bit, and saves go on; nobody is
     frozen any more, and an older launch is stale."""

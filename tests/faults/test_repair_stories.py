@@ -115,7 +115,9 @@ def test_an_own_copy_that_is_lost_is_brought_back_and_the_shard_beside_it_moves(
         (copy,) = {n for n, h in stage.held(r.FileKind.SLOT, 1) if h.part == 0}
         assert copy in holders.values()
         shard = next(i for i, node in holders.items() if node == copy)
-        places = [n for n, h in stage.held(r.FileKind.SHARD, 1) if (h.owner, h.part) == ("n0", shard)]
+        places = [
+            n for n, h in stage.held(r.FileKind.SHARD, 1) if (h.owner, h.part) == ("n0", shard)
+        ]
         assert set(places) - {copy}
 
     play(story, nodes=6)
@@ -244,5 +246,3 @@ def test_a_repair_of_a_step_that_is_retired_meanwhile_leaves_nothing_behind():
         assert not stage.held(step=1)
 
     play(story, nodes=6, bytes_per_s=1e5)
-
-

@@ -55,7 +55,7 @@ AGENT_ORDER = [
     {"context"},
     {"gather", "bucket"},
     {"deciding"},
-    {"closing"},
+    {"closing", "bringing"},
     {
         "saving",
         "restoring",
