@@ -272,9 +272,19 @@ class Checkpointer:
             if isinstance(reply, w.RestoreNothing):
                 if default is _UNSET:
                     raise NothingToRestore(f"job {self.job.name}: {reply.reason}")
+                self._prepare(state)
                 return default
             if isinstance(reply, w.RestoreFile) and self._load(reply, state, deadline):
+                self._prepare(state)
                 return reply.step
+
+    def _prepare(self, state: Any) -> None:
+        """Let the agent make room for the saves to come, while the first steps train."""
+        try:
+            self._plan = snapshot.plan(state, self._plan)
+            self._call(w.PrepareSlots(self._plan.capacity_bytes))
+        except CheckpointError as e:
+            self._trouble("preparing for saves", e)
 
     def _load(self, reply: w.RestoreFile, state: Any, deadline: float) -> bool:
         """Load and report; False if the ballot was not closed OK, so that another follows."""

@@ -102,7 +102,7 @@ class Config:
     # sizes
     chunk_bytes: int = _setting(256 * 1024, "unit of CRC32C and of repair", 512, 512 * 1024)
     piece_bytes: int = _setting(8 * _MIB, "one grant of the transport", 64 * 1024, 64 * _MIB)
-    open_pieces: int = _setting(4, "grants open at once: enough to fill a link", 1, 64)
+    open_pieces: int = _setting(8, "grants open at once: enough to fill a link", 1, 64)
     slot_round_bytes: int = _setting(2 * _MIB, "slots are rounded up to huge pages", 1)
     workers: int = _setting(2, "threads for coding and checking", 1, 64)
     min_spare: int = _setting(-1, "node losses a commit must survive; -1 = max(1, m)", -1, 255)

@@ -256,6 +256,12 @@ class Joined(r.Record, frozen=True):
     node: str
 
 
+class PrepareSlots(r.Record, frozen=True):
+    """Saves of `capacity` bytes are to come: make room in the background."""
+
+    capacity: int
+
+
 class OpenSlot(r.Record, frozen=True):
     """Room for a snapshot of `capacity` bytes, please; waits at most the skip bound."""
 

@@ -28,6 +28,7 @@ from p2pckpt.errors import (
     FormatError,
     LedgerForgot,
     LedgerUnavailable,
+    NoRoom,
 )
 from p2pckpt.jobstate import FLOOR_START, JobState
 from p2pckpt.ports import Doors, Living, Put, Session, Txn, absent
@@ -343,3 +344,11 @@ def seen_name(job: str) -> str:
 def copy_name(attempt: r.Attempt) -> str:
     """Document beside the bytes: CommitCopy of an attempt."""
     return f"copy-{hashlib.sha256(attempt.job.encode()).hexdigest()[:16]}-{attempt.key}"
+
+
+async def prepare_files(ctx: JobContext, kind: r.FileKind, size: int, count: int) -> None:
+    """Free files of the job, so that there are `count` of a kind and size; fewer without room."""
+    try:
+        await ctx.home.holdings.prepare(ctx.job, kind, size, count)
+    except NoRoom as e:
+        ctx.note("prepare_no_room", why=str(e))

@@ -75,6 +75,7 @@ class Holdings:
         self._new_name = new_name
         self._quota_bytes = job_quota_bytes
         self._files: dict[str, Held] = {}
+        self._preparing: dict[tuple[str, r.FileKind], int] = {}
 
     def adopt(self) -> list[Held]:
         """At start: take over every file that an earlier agent of this store left WHOLE."""
@@ -146,6 +147,23 @@ class Holdings:
                 f"{self._quota_bytes - taken} left of its quota of {self._quota_bytes}"
             )
 
+    async def prepare(self, job: str, kind: r.FileKind, capacity: int, count: int) -> None:
+        """Free files ahead of time, until the job has `count` of a kind, of `capacity` at least.
+
+        Raises NoRoom. Never gives up other free files for it.
+        """
+        while True:
+            have = sum(1 for h in self if (h.job, h.kind) == (job, kind) and h.capacity >= capacity)
+            if have + self._preparing.get((job, kind), 0) >= count:
+                return
+            self._preparing[job, kind] = self._preparing.get((job, kind), 0) + 1
+            try:
+                name = f"{kind}-{self._new_name()[:16]}"
+                await self._arena.reserve(name, capacity)
+                self._files[name] = Held(name, capacity, kind, job)
+            finally:
+                self._preparing[job, kind] -= 1
+
     def _mine(self, held: Held) -> bool:
         """Does this handle still stand for its file? A file that was reused has a new one."""
         return self._files.get(held.file) is held
@@ -158,7 +176,7 @@ class Holdings:
             and h.job == want.attempt.job
             and want.capacity <= h.capacity <= 2 * want.capacity
         ]
-        best = min(fit, key=lambda h: (h.capacity, h.file), default=None)
+        best = min(fit, key=lambda h: (h.kind is not want.kind, h.capacity, h.file), default=None)
         if best is not None:
             del self._files[best.file]
         return best

@@ -122,6 +122,9 @@ class JobAgent:
                 if trainer not in self.seats:  # it died meanwhile, and its death was told before
                     await self.saving.trainer_gone(trainer)
                 return reply
+            case w.PrepareSlots():
+                self.saving.prepare(request.capacity)
+                return w.Accepted()
             case w.SlotDone():
                 return await self.saving.slot_done(rank, request)
             case w.SlotFailed():

@@ -208,6 +208,8 @@ async def retire(ctx: JobContext) -> None:
                 await _sweep(ctx)
                 swept = led
             await _retire_due(ctx)
+            if not _due(ctx):
+                continue
         except (LedgerForgot, LedgerUnavailable, StaleGenerationError) as e:
             ctx.note("retire_later", why=str(e))
         await ctx.until(lambda: False, RETRY_S)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.context import RETRY_S, JobContext, Roster
+from p2pckpt.agent.context import RETRY_S, JobContext, Roster, prepare_files
 from p2pckpt.agent.gather import Gathering, hand_in, pause
 from p2pckpt.agent.holdings import Held, Want, document_name
 from p2pckpt.errors import (
@@ -113,10 +113,22 @@ class Saving:
             raise SaveAborted(f"step {call.step}: {self._why(own.attempt)}")
         self.ctx.home.holdings.seal(held, call.length, "")
         own.done[rank] = call
+        self.prepare(held.capacity)
         if set(own.done) == set(own.ranks) and not self.ctx.decided(own.attempt):
             self.ctx.note("process_safe", attempt=own.attempt.key)
             self.ctx.home.spawn(f"save {own.attempt.key}", self._save(own))
         return w.Accepted()
+
+    def prepare(self, wanted_bytes: int) -> None:
+        """Make the slots that saves to come need, in the background: clearing fresh pages costs
+        many copies of the same bytes, and no save should wait for it."""
+        roster = self.ctx.roster
+        found = roster.find(self.ctx.home.node) if roster else None
+        if roster is not None and found is not None:
+            count = (roster.generation.keep_last + 1) * len(found[1].ranks)
+            size = self._capacity(wanted_bytes)
+            work = prepare_files(self.ctx, r.FileKind.SLOT, size, count)
+            self.ctx.home.spawn("prepare slots", work)
 
     async def slot_failed(self, rank: int, call: w.SlotFailed) -> r.Record:
         """The trainer could not write: ABORT, and the slot's writer is done."""
@@ -210,8 +222,11 @@ class Saving:
         leads = roster.leads(ctx.home.node)
         lineage = own.lineage or await self._fresh_lineage(attempt.generation)
         demand = Demand.of(roster.generation, ctx.home.config.min_spare)
+        looked = not leads  # rank 0's agent has mostly just written the last group record itself
         while not ctx.decided(attempt):
-            await pause(ctx, leads, lambda: ctx.decided(attempt))
+            if looked:
+                await pause(ctx, leads, lambda: ctx.decided(attempt))
+            looked = True
             if ctx.decided(attempt):
                 break
             try:

@@ -20,7 +20,7 @@ import numpy as np
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.context import Home, JobContext
+from p2pckpt.agent.context import Home, JobContext, prepare_files
 from p2pckpt.agent.holdings import Held, Want, document_name
 from p2pckpt.coding.checksum import verify_chunks
 from p2pckpt.errors import CheckpointError, FormatError, IntegrityError, NoRoom, Refused
@@ -161,9 +161,17 @@ class Serving:
         self.home.doors.arena.put_document(document_name(offer.manifest_digest), packed)
         self.home.holdings.seal(incoming.shard, sum(offer.lengths), offer.manifest_digest)
         self._let_go(incoming.manifest)
+        self._prepare_next(ctx, incoming.shard)
         return w.Receipt(
             store_id=self.home.doors.arena.store_id, manifest_digest=offer.manifest_digest
         )
+
+    def _prepare_next(self, ctx: JobContext, shard: Held) -> None:
+        """The next save's file of this shard, before it is asked for."""
+        shards = [h for h in self.home.holdings.of_job(ctx.job) if h.kind is r.FileKind.SHARD]
+        count = 2 * len({(h.owner, h.part) for h in shards if h.capacity >= shard.capacity})
+        work = prepare_files(ctx, r.FileKind.SHARD, shard.capacity, count)
+        self.home.spawn("prepare shards", work)
 
     async def _check(self, incoming: Incoming) -> bytes:
         """Everything that arrived against the digest. Raises IntegrityError or FormatError."""

@@ -191,7 +191,7 @@ def test_agents_restart_under_living_trainers_and_the_next_save_commits(which):
 
 def test_a_member_that_dies_before_the_first_save_is_dropped():
     """(B052) n4 joins the cluster and is killed before anything was saved. Within its lease and a
-    second it is a member no more; a save before that replaces it or is degraded, none waits long."""
+    second it is a member no more; a save before that replaces it or is degraded; none waits."""
 
     async def story(stage):
         launch = await stage.launch(*FOUR)

@@ -69,8 +69,7 @@ def test_agents_of_a_ledger_that_forgot_freeze_and_keep_every_byte(forget):
         assert {(n, h.file): after[n, h.file] for n, h in held} == {
             (n, h.file): before[n, h.file] for n, h in held
         }
-        steps = [c for c in stage.state().commits.values()]
-        assert {c.attempt.step for c in steps} <= {1, 2}
+        assert {step for _, step in stage.state().commits} <= {1, 2}
         peers, member = stage.agents["n1"].home.doors.peers, stage.agents["n0"].home.member
         reply = await peers.call(member.peers_address, w.HeldQuery(JOB), 2.0)
         assert 3 in {f.attempt.step for f in reply.files}
@@ -108,6 +107,20 @@ def test_a_rebuilt_ledger_restores_exactly(forget):
         launch = await launch.again("n4", "n3", "n1")
         assert await launch.restore() == 5
         assert not any(agent.jobs[JOB].ctx.frozen for agent in stage.agents.values())
+
+    play(story)
+
+
+def test_frozen_agents_stay_members():
+    """The ledger was wiped under living trainers. A minute later every agent has a session, so that
+    a rebuild asks them all, and other jobs on these nodes go on."""
+
+    async def story(stage):
+        await forgotten(stage, wiped)
+        await asyncio.sleep(60)
+        assert sorted((await stage.agents["n0"].home.living()).members) == sorted(stage.agents)
+        reply = await stage.rebuild("n1")
+        assert list(reply.answered) == sorted(stage.agents)
 
     play(story)
 
@@ -224,8 +237,8 @@ def test_a_minute_without_a_ledger_ends_the_saves_and_not_the_training():
 
 
 def test_a_call_of_the_trainer_is_answered_within_its_bound_while_the_ledger_is_away():
-    """save() without etcd: the agent says that the save is skipped after its short wait; it does not
-    hold the training loop until etcd is back."""
+    """save() without etcd: the agent says that the save is skipped after its short wait; it does
+    not hold the training loop until etcd is back."""
 
     async def story(stage):
         launch = await stage.launch(*THREE)

@@ -69,7 +69,7 @@ def test_with_many_steps_kept_a_roll_back_does_not_stop_the_saves():
 
 
 def test_every_roll_back_in_a_row_is_a_lineage_of_its_own():
-    """Ten times: two steps on, one step back, crash. The newest is always the last one committed."""
+    """Ten times: two steps on, one step back, crash. The newest is always the one gone back to."""
 
     async def story(stage):
         launch = await stage.launch(*FOUR, keep_last=2)
