@@ -101,7 +101,7 @@ LATE_IMPORTS = {"p2pckpt.backends.s3": "boto3 is an extra: only who has an objec
 LONG_FILES: dict[str, tuple[int, str]] = {
     "p2pckpt/records.py": (650, "one file of nouns is easier to read than two"),
     "p2pckpt/ports.py": (550, "all doors in one place; mostly contracts, no code"),
-    "p2pckpt/wire.py": (560, "every message in one place, and the envelope"),
+    "p2pckpt/wire.py": (600, "every message in one place, and the envelope"),
 }
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 MANY_PARAMETERS: dict[str, tuple[int, str]] = {
