@@ -191,8 +191,10 @@ class Saving:
             ctx.note("sealed", attempt=attempt.key, holders=list(sealed.holders))
             await self._hand_in(attempt, roster, sealed)
             await self._settle(own, roster)
-        except CheckpointError as e:
+        except Exception as e:
             await ctx.abort(attempt, f"{ctx.home.node}: {type(e).__name__}: {e}")
+            if not isinstance(e, CheckpointError):
+                raise
         finally:
             for stage in stages:
                 ctx.home.holdings.release(stage)

@@ -88,7 +88,7 @@ def test_every_answer_of_the_ledger_is_lost_and_all_saves_commit_once(seed):
                 for _ in range(2):
                     stage.etcd.ambiguous_next(name)
             await launch.saved(step)
-            await asyncio.sleep(8)  # the clean-up's answers are lost as well
+            await asyncio.sleep(15)  # the clean-up's and the sessions' answers are lost as well
         assert stage.committed() == [1, 2, 3, 4, 5, 6]
         await whole(launch, 6)
 
@@ -198,7 +198,12 @@ def lose_three_holders(stage):
 
 
 def no_room_anywhere(stage):
-    stage.at("note.encoded", lambda: stage.fill(*stage.nodes), who="n0")
+    def fill():
+        for agent in stage.agents.values():
+            agent.home.holdings.drop_free(JOB)
+        stage.fill(*stage.nodes)
+
+    stage.at("note.encoded", fill, who="n0")
 
 
 def every_piece_is_wrong(stage):

@@ -12,6 +12,7 @@ from stage import COMMIT, JOB, now, play, until
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.errors import AgentUnreachable, CheckpointError, LedgerForgot
+from p2pckpt.ports import Put, Txn
 
 THREE = ("n0", "n1", "n2")
 
@@ -30,7 +31,11 @@ async def wiped(stage):
 
 
 async def rolled_back(stage):
+    """To before step 3; then other jobs write, so that the revision is soon what it was."""
+    lost = stage.etcd.revision - stage.rollback_to
     stage.etcd.rollback(stage.rollback_to)
+    for i in range(lost):
+        stage.etcd.apply("other", Txn(puts=(Put(f"other/{i}", b""),)))
 
 
 async def forgotten(stage, forget):
@@ -47,7 +52,10 @@ async def forgotten(stage, forget):
     return launch, before
 
 
-FORGETTING = pytest.mark.parametrize("forget", [wiped, rolled_back])
+MELTS = pytest.mark.xfail(
+    strict=True, reason="a ledger that went back is as good as new once its revision has caught up"
+)
+FORGETTING = pytest.mark.parametrize("forget", [wiped, pytest.param(rolled_back, marks=MELTS)])
 
 
 @FORGETTING
@@ -77,19 +85,7 @@ def test_agents_of_a_ledger_that_forgot_freeze_and_keep_every_byte(forget):
     play(story)
 
 
-@pytest.mark.parametrize(
-    "forget",
-    [
-        wiped,
-        pytest.param(
-            rolled_back,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="nobody looks until the revision has caught up, and then it melts",
-            ),
-        ),
-    ],
-)
+@FORGETTING
 def test_a_rebuilt_ledger_restores_exactly(forget):
     """After `ledger rebuild` a new start restores step 3, bit by bit, and saves go on; nobody is
     frozen any more, and an older launch is stale."""
