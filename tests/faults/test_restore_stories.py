@@ -110,10 +110,10 @@ async def told(launch, step=None):
 def test_a_flipped_bit_is_restored_right_or_refused_by_name(place, rounds, capsys):
     """One random bit changes in a kind of place, 34 times each, 204 in all (8 in a hurry); in half
     of the rounds a node is lost as well, and replaced. What comes back is the newest step, or the
-    """One random bit changes in a kind of place, 34 times each, 204 in all (8 in a hurry); in half
-    of the rounds a node is lost as well, and replaced. What comes back is the newest step, or the
     one before for a reason, or an error that names what is wrong; never wrong data, and never
     "nothing". (B105)"""
+    counts = Counter()
+
     async def story(stage):
         rng, step = Random(f"{place} {stage.seed}"), 2
         launch = await two_steps(stage)
