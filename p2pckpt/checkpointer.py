@@ -19,6 +19,7 @@ import logging
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -45,6 +46,8 @@ from p2pckpt.save import snapshot
 LOG_EVERY_S = 30.0
 CALL_TIMEOUT_S = 30.0
 """Of a call that the agent answers within its own, shorter, bounds."""
+UNTOLD = 16
+"""Saves without this rank that the agent is told of when it is back; older ones end in time."""
 
 _UNSET: Any = object()
 _log = logging.getLogger("p2pckpt")
@@ -162,6 +165,7 @@ class Checkpointer:
         self._plan: snapshot.Plan | None = None
         self._ordinal = 0
         self._restores = 0
+        self._untold: deque[w.SlotFailed] = deque(maxlen=UNTOLD)
         self._closed = False
         paths = (agent,) if agent else default_socket_paths(os.environ)
         self._link = AgentLink(paths)
@@ -202,6 +206,9 @@ class Checkpointer:
             self._save(handle, state, meta)
         except Exception as e:
             handle.status, handle.reason = "failed", f"{type(e).__name__}: {e}"
+            if getattr(e, "retryable", False):
+                failed = w.SlotFailed(handle._ordinal, step, handle.reason[:2000])
+                self._untold.append(failed)
             self._trouble(f"save of step {step}", e)
             if self._on_error == "raise":
                 raise
@@ -209,6 +216,7 @@ class Checkpointer:
 
     def _save(self, handle: SaveHandle, state: Any, meta: Mapping[str, Any] | None) -> None:
         ordinal, step = handle._ordinal, handle.step
+        self._tell()
         try:
             text = json.dumps(dict(meta or {}))
             self._plan = plan = snapshot.plan(state, self._plan)
@@ -226,6 +234,17 @@ class Checkpointer:
             self._call(w.SlotFailed(ordinal, step, f"{type(e).__name__}: {e}"[:2000]))
             raise
         self._call(w.SlotDone(ordinal, step, length, text))
+
+    def _tell(self) -> None:
+        """Tell the agent of saves that it did not hear of, so that they end: other ranks wait for
+        this one's part in them, and have no slot for the next until then."""
+        while self._untold:
+            failed = self._untold.popleft()
+            try:
+                self._call(failed)
+            except AgentUnreachable:
+                self._untold.appendleft(failed)
+                raise
 
     def _look(self, handle: SaveHandle, wait_s: float) -> None:
         """Bring a handle up to date, waiting at most `wait_s`."""
@@ -304,8 +323,9 @@ class Checkpointer:
             failed="" if failure is None else f"{type(failure).__name__}: {failure}"[:500],
             retryable=not isinstance(failure, IntegrityError),
         )
+        again = isinstance(failure, IntegrityError) or getattr(failure, "retryable", False)
         closed = self._call(done, max(1.0, deadline - time.monotonic()))
-        if failure is not None and not isinstance(failure, IntegrityError):
+        if failure is not None and not again:
             raise failure
         assert isinstance(closed, w.RestoreClosed)
         if closed.closed.close is not r.Close.OK:

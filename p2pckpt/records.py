@@ -501,13 +501,15 @@ class Closed(Record, frozen=True):
 class LedgerSeen(Record, frozen=True):
     """The ledger of a job as an agent knows it; lies beside its bytes.
 
-    Another ledger id, or a lower revision, is a ledger that forgot: the agent freezes.
+    Another ledger id, or a lower revision, is a ledger that forgot: the agent freezes. ``back``
+    says so for good, until the job's records are rebuilt: the revision will catch up.
     """
 
     job: str
     ledger_id: str
     revision: int
     generation: int
+    back: str = ""
 
 
 class CommitCopy(Record, frozen=True):

@@ -18,6 +18,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
+
 from p2pckpt import records as r
 from p2pckpt.agent.holdings import Holdings
 from p2pckpt.config import Config
@@ -51,6 +53,8 @@ class Home:
     member: r.Member
     session: Session | None = None
     kept_at: float = -1e9
+    newest_revision: int = 0
+    followers: list[JobContext] = field(default_factory=list)
     _living: Living | None = None
     _living_at: float = -1e9
 
@@ -66,8 +70,14 @@ class Home:
     async def living(self, max_age_s: float = 0.0) -> Living:
         """Who lives; at most `max_age_s` old. Raises LedgerUnavailable."""
         if self._living is None or self.now() - self._living_at > max_age_s:
-            asked_at = self.now()
-            self._living, self._living_at = await self.doors.membership.living(), asked_at
+            asked_at, newest = self.now(), self.newest_revision
+            living = await self.doors.membership.living()
+            if living.revision < newest:
+                for follower in self.followers:
+                    follower.went_back(living.revision, newest)
+                self.newest_revision = living.revision
+            self.newest_revision = max(self.newest_revision, living.revision)
+            self._living, self._living_at = living, asked_at
         return self._living
 
 
@@ -113,6 +123,7 @@ class JobContext:
     def __post_init__(self) -> None:
         self.keys = r.JobKeys(self.job)
         self.state = JobState(self.keys)
+        self.home.followers.append(self)
         if (packed := self.home.doors.arena.document(seen_name(self.job))) is not None:
             self.seen = unpack(packed, r.LedgerSeen)
 
@@ -169,6 +180,10 @@ class JobContext:
         """A linearizable listing. Raises LedgerUnavailable, or LedgerForgot and freezes."""
         seen = self.seen  # as of now: listings that overlap may be answered in another order
         truth = JobState.listed(self.keys, await self.home.doors.ledger.list(self.keys.state))
+        same = seen is not None and seen.ledger_id == truth.ledger_id
+        if same and seen is not None and truth.revision < seen.revision:
+            self.went_back(truth.revision, seen.revision)
+            seen = self.seen
         was, self.frozen = self.frozen, forgot(seen, truth)
         if self.frozen:
             if not was:
@@ -184,6 +199,14 @@ class JobContext:
             self.seen = r.LedgerSeen(self.job, truth.ledger_id, truth.revision, generation)
             self.home.doors.arena.put_document(seen_name(self.job), pack(self.seen))
         return truth
+
+    def went_back(self, found: int, seen: int) -> None:
+        """The ledger answered with an older revision than before: freeze, beyond a restart."""
+        if self.seen is not None and not self.seen.back:
+            self.frozen = f"the ledger went back: revision {found}, seen {seen}"
+            self.seen = structs.replace(self.seen, back=self.frozen)
+            self.home.doors.arena.put_document(seen_name(self.job), pack(self.seen))
+            self.note("frozen", why=self.frozen)
 
     def wake(self) -> None:
         """Let everybody who waits look again."""
@@ -319,9 +342,7 @@ def forgot(seen: r.LedgerSeen | None, truth: JobState) -> str:
             return ""
         found = truth.ledger_id[:8] or "none"
         return f"the ledger forgot: its id was {seen.ledger_id[:8]}, now {found}"
-    if truth.revision < seen.revision:
-        return f"the ledger went back: revision {truth.revision}, seen {seen.revision}"
-    return ""
+    return seen.back
 
 
 def copied_groups(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:

@@ -19,6 +19,9 @@ from p2pckpt import records as r
 from p2pckpt.errors import NoRoom, UsageError
 from p2pckpt.ports import Arena, Region
 
+ROUND_BYTES = 4096
+"""Files are whole pages, so that a longer number in a manifest does not need a new file."""
+
 
 def document_name(manifest_digest: str) -> str:
     """Where a manifest lies beside the files that it describes."""
@@ -121,9 +124,11 @@ class Holdings:
 
         Free files are given up for lack of room, smallest loss first. Raises NoRoom(need, have).
         """
-        free = self._reusable(want)
+        need = -(-want.capacity // ROUND_BYTES) * ROUND_BYTES
+        free = self._reusable(want, need)
         if free is None:
-            name, capacity = f"{want.kind}-{self._new_name()[:16]}", want.capacity
+            name = f"{want.kind}-{self._new_name()[:16]}"
+            capacity = need
             self._check_quota(want)
             await self._reserve(name, capacity)
         else:
@@ -168,13 +173,11 @@ class Holdings:
         """Does this handle still stand for its file? A file that was reused has a new one."""
         return self._files.get(held.file) is held
 
-    def _reusable(self, want: Want) -> Held | None:
+    def _reusable(self, want: Want, need: int) -> Held | None:
         fit = [
             h
             for h in self
-            if h.attempt is None
-            and h.job == want.attempt.job
-            and want.capacity <= h.capacity <= 2 * want.capacity
+            if h.attempt is None and h.job == want.attempt.job and need <= h.capacity <= 2 * need
         ]
         best = min(fit, key=lambda h: (h.kind is not want.kind, h.capacity, h.file), default=None)
         if best is not None:

@@ -16,30 +16,36 @@ from msgspec import structs
 
 from p2pckpt.agent.context import RETRY_S, Home
 from p2pckpt.errors import CheckpointError
+from p2pckpt.ports import Session
 
 
 async def keep_session(home: Home, on_session: Callable[[], Awaitable[None]]) -> None:
     """Open a session, renew it, open the next one when it is gone."""
     told = False
     while True:
+        pause_s = RETRY_S
         try:
             if home.session is None:
                 await _open(home)
                 told = False
-            if not told:
+            else:
+                await _renew(home, home.session)
+            if not told and home.session is not None:
                 await on_session()
                 told = True
-            await asyncio.sleep(home.config.keepalive_s)
-            asked_at = home.now()
-            session = home.session
-            if session is not None and await home.doors.membership.keep(session):
-                home.kept_at = asked_at
-            else:
-                home.doors.notes("session_lost", {"node": home.node})
-                home.session = None
+            pause_s = home.config.keepalive_s if told else RETRY_S
         except CheckpointError as e:
             home.doors.notes("session_later", {"node": home.node, "why": str(e)})
-            await asyncio.sleep(RETRY_S)
+        await asyncio.sleep(pause_s)
+
+
+async def _renew(home: Home, session: Session) -> None:
+    asked_at = home.now()
+    if await home.doors.membership.keep(session):
+        home.kept_at = asked_at
+    else:
+        home.doors.notes("session_lost", {"node": home.node})
+        home.session = None
 
 
 async def _open(home: Home) -> None:

@@ -132,10 +132,19 @@ def decide_trim(state: JobState) -> Trim | None:
         quarantines = closed.close is r.Close.BAD and closed.commit is not None
         if quarantines and closed.commit and state.committed(closed.commit.attempt):
             continue
-        if generation < number and closed != current and not state.known_steps(closed.lineage):
+        if generation < number and closed not in (current, *_ends(state, closed.lineage)):
             deletes.append(keys.closed(generation, ballot))
     deletes += [keys.decision(g, b) for g, b in sorted(state.decisions) if g < number]
     return Trim(floor, tuple(deletes)) if floor != state.floor or deletes else None
+
+
+def _ends(state: JobState, lineage: str) -> tuple[r.Closed, ...]:
+    """A living lineage's first closing, which tells its base, and its last."""
+    if not state.known_steps(lineage):
+        return ()
+    found = [c for _, c in sorted(state.closed.items()) if c.lineage == lineage]
+    found = [c for c in found if c.close is r.Close.OK]
+    return (found[0], found[-1]) if found else ()
 
 
 def trim_txn(state: JobState, trim: Trim) -> Txn:
@@ -196,7 +205,8 @@ async def retire(ctx: JobContext) -> None:
     swept = 0
 
     def wanted() -> bool:
-        return bool(_due(ctx)) or _led(ctx) not in (0, swept)
+        crowded = _led(ctx) and len(ctx.state.outcomes) > 3 * RECENT_OUTCOMES
+        return bool(_due(ctx) or crowded) or _led(ctx) not in (0, swept)
 
     while True:
         await ctx.until(wanted, None)
@@ -208,7 +218,7 @@ async def retire(ctx: JobContext) -> None:
                 await _sweep(ctx)
                 swept = led
             await _retire_due(ctx)
-            if not _due(ctx):
+            if not wanted():
                 continue
         except (LedgerForgot, LedgerUnavailable, StaleGenerationError) as e:
             ctx.note("retire_later", why=str(e))

@@ -13,6 +13,7 @@ reused only after its attempt is settled and its writer is done or dead.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -95,13 +96,17 @@ class Saving:
         return w.Slot(file=held.file, capacity=held.capacity)
 
     async def _skip(self, attempt: r.Attempt, rank: int, why: str) -> w.Skipped:
-        """ABORT, and the answer no later than `skip_wait_s`: without this rank's share there is no
-        commit, so the trainer need not wait for a ledger that is away."""
-        ctx, reason = self.ctx, f"skipped by rank {rank}: {why}"
-        ctx.home.spawn(f"skip {attempt.key}", ctx.abort(attempt, reason))
-        if await ctx.until(lambda: ctx.decided(attempt), ctx.home.config.skip_wait_s):
+        reason = f"skipped by rank {rank}: {why}"
+        if await self._end(attempt, reason):
             return w.Skipped(reason=self._why(attempt))
         return w.Skipped(reason=reason)
+
+    async def _end(self, attempt: r.Attempt, reason: str) -> bool:
+        """ABORT, and the answer no later than `skip_wait_s`: without this rank's share there is no
+        commit, so the trainer need not wait for a ledger that is away. Is it decided?"""
+        ctx = self.ctx
+        ctx.home.spawn(f"end {attempt.key}", ctx.abort(attempt, reason))
+        return await ctx.until(lambda: ctx.decided(attempt), ctx.home.config.skip_wait_s)
 
     async def slot_done(self, rank: int, call: w.SlotDone) -> r.Record:
         """The snapshot is whole; the last local rank starts the share on its way."""
@@ -133,9 +138,9 @@ class Saving:
     async def slot_failed(self, rank: int, call: w.SlotFailed) -> r.Record:
         """The trainer could not write: ABORT, and the slot's writer is done."""
         own = self._own(call.ordinal, call.step)
-        await self.ctx.abort(own.attempt, f"rank {rank}: {call.reason}")
         if held := own.slots.get(rank):
             self.ctx.home.holdings.writer_done(held)
+        await self._end(own.attempt, f"rank {rank}: {call.reason}")
         return w.Accepted()
 
     async def _remember(self, own: OwnAttempt) -> None:
@@ -189,8 +194,11 @@ class Saving:
                 if held.attempt == attempt:
                     ctx.home.holdings.seal(held, held.length, sealed.manifest_digest)
             ctx.note("sealed", attempt=attempt.key, holders=list(sealed.holders))
-            await self._hand_in(attempt, roster, sealed)
-            await self._settle(own, roster)
+            work = self._hand_in(attempt, roster, sealed)
+            handing = ctx.home.spawn(f"hand in {attempt.key}", work)
+            takeover_s = ctx.home.config.takeover_s
+            await ctx.until(lambda: handing.done() or ctx.decided(attempt), takeover_s)
+            await self._settle(own, roster, handing)
         except Exception as e:
             await ctx.abort(attempt, f"{ctx.home.node}: {type(e).__name__}: {e}")
             if not isinstance(e, CheckpointError):
@@ -217,9 +225,13 @@ class Saving:
             share=sealed,
         )
         await hand_in(ctx, roster, piece, self.gathering, write, lambda: ctx.decided(attempt))
+        asyncio.get_running_loop().call_soon(ctx.wake)  # whoever waits for this task to be done
 
-    async def _settle(self, own: OwnAttempt, roster: Roster) -> None:
-        """Look at the group records until the attempt has its outcome; put it if we may."""
+    async def _settle(self, own: OwnAttempt, roster: Roster, handing: asyncio.Task[None]) -> None:
+        """Look at the group records until the attempt has its outcome; put it if we may.
+
+        The one to whom this node handed its share may have written the record and then stopped.
+        """
         ctx, attempt = self.ctx, own.attempt
         leads = roster.leads(ctx.home.node)
         lineage = own.lineage or await self._fresh_lineage(attempt.generation)
@@ -227,7 +239,8 @@ class Saving:
         looked = not leads  # rank 0's agent has mostly just written the last group record itself
         while not ctx.decided(attempt):
             if looked:
-                await pause(ctx, leads, lambda: ctx.decided(attempt))
+                eager = leads and handing.done()
+                await pause(ctx, eager, lambda: ctx.decided(attempt))
             looked = True
             if ctx.decided(attempt):
                 break

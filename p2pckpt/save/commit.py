@@ -43,8 +43,13 @@ class Demand:
     @classmethod
     def of(cls, generation: r.Generation, min_spare: int) -> Demand:
         """From a generation; ``min_spare`` -1 means max(1, m)."""
-        spare = max(1, generation.layout.m) if min_spare < 0 else min_spare
+        spare = spare_of(generation.layout, min_spare)
         return cls(generation.layout, spare, generation.pieces, generation.world_size)
+
+
+def spare_of(layout: r.Layout, min_spare: int) -> int:
+    """Node losses that a commit must survive; ``min_spare`` -1 means max(1, m)."""
+    return max(1, layout.m) if min_spare < 0 else min_spare
 
 
 def decide_commit(

@@ -23,6 +23,7 @@ from p2pckpt import records as r
 from p2pckpt.coding.checksum import ALGORITHM
 from p2pckpt.config import Config
 from p2pckpt.ports import Doors, Region
+from p2pckpt.save.commit import spare_of
 from p2pckpt.save.encode import encode_rank, shard_bytes
 from p2pckpt.save.send import Crew, EncodedShare, send_share
 from p2pckpt.wire import pack
@@ -59,12 +60,11 @@ async def save_share(
     """Encode, send and seal. ``stage(bytes)`` gives a staging region. Raises CheckpointError."""
     share = await encode(sorted(slots, key=lambda s: s.rank), origin, stage, doors, config)
     doors.notes("encoded", {"attempt": origin.attempt.key, "bytes": share.snapshot_bytes})
-    holders, placement = await send_share(share, crew, origin.session, doors, config)
-    doors.notes(
-        "sent",
-        {"attempt": origin.attempt.key, "holders": list(holders), "placed": placement.reason},
-    )
-    return seal(share, origin, holders), share.manifest
+    sent = await send_share(share, crew, origin.session, doors, config)
+    facts = {"attempt": origin.attempt.key, "placed": sent.placement.reason}
+    doors.notes("sent", {**facts, "holders": list(sent.holders)})
+    sent.check(origin.node, origin.layout, spare_of(origin.layout, config.min_spare))
+    return seal(share, origin, sent.holders), share.manifest
 
 
 async def encode(

@@ -68,16 +68,38 @@ def crew_of(
         raise UsageError(f"placement: {e}") from e
 
 
+@dataclass(frozen=True)
+class SentShare:
+    """Store_ids by shard index ("" = nobody), where they were placed, and what went wrong."""
+
+    holders: tuple[str, ...]
+    placement: Placement
+    failures: tuple[CheckpointError, ...]
+
+    def check(self, owner: str, layout: r.Layout, spare: int) -> None:
+        """Raises NoRoom or Refused, with what went wrong, if fewer than k + spare hold the share,
+        the owner counted as one: it could not be committed."""
+        have = sum(1 for store in self.holders if store) + 1
+        if have < layout.k + spare:
+            kind = NoRoom if any(isinstance(e, NoRoom) for e in self.failures) else Refused
+            words = "; ".join(str(e) for e in self.failures[-3:]) or self.placement.reason
+            raise kind(
+                f"share of {owner}: needs {layout.k + spare} living sources (k={layout.k} + "
+                f"min_spare={spare}), has {have}: {words}"
+            )
+
+
 async def send_share(
     share: EncodedShare, crew: Crew, session: str, doors: Doors, config: Config
-) -> tuple[tuple[str, ...], Placement]:
-    """Send every shard; the holders' store_ids by shard index ("" = nobody) and the placement."""
+) -> SentShare:
+    """Send every shard. Raises Refused for a placement that a required level forbids."""
     try:
         placement = place(crew.cluster, share.manifest.owner, crew.rules)
     except TopologyError as e:
         raise Refused(f"placement of {share.manifest.owner}: {e}") from e
     used = set(placement.nodes)
     failed: set[str] = set()
+    failures: list[CheckpointError] = []
 
     async def one(index: int) -> str:
         node: str | None = placement.nodes[index] if index < len(placement.nodes) else None
@@ -88,6 +110,7 @@ async def send_share(
                 return await send_shard(share, index, crew.members[node], session, doors, config)
             except CheckpointError as e:
                 failed.add(node)
+                failures.append(e)
                 doors.notes("holder_failed", {"node": node, "shard": index, "why": str(e)})
                 node = substitute(crew, share.manifest.owner, used, failed)
                 if node is not None:
@@ -96,7 +119,7 @@ async def send_share(
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(i)) for i in range(share.manifest.layout.shards)]
-    return tuple(t.result() for t in tasks), placement
+    return SentShare(tuple(t.result() for t in tasks), placement, tuple(failures))
 
 
 def substitute(crew: Crew, owner: str, used: set[str], failed: set[str]) -> str | None:
