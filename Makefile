@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev,ucx-cu12
 
-.PHONY: install python check test test-all demo bench world clean
+.PHONY: install python check test test-all demo bench soak world clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,9 @@ demo: install
 
 bench: install
 	$(BIN)/python -m tests.bench $(if $(JSON),--json $(JSON)) $(if $(SCALE),--scale $(SCALE))
+
+soak: install
+	$(BIN)/python -m tests.soak $(ARGS)
 
 world: install
 	$(BIN)/p2pckpt simulate world --seed $(or $(SEED),1)

@@ -18,8 +18,6 @@ import json
 import logging
 import os
 import time
-import uuid
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -39,6 +37,7 @@ from p2pckpt.errors import (
     StaleGenerationError,
     UsageError,
 )
+from p2pckpt.launch import Launch
 from p2pckpt.restore import load as loading
 from p2pckpt.restore.verify import ChunkCheck
 from p2pckpt.save import snapshot
@@ -46,41 +45,9 @@ from p2pckpt.save import snapshot
 LOG_EVERY_S = 30.0
 CALL_TIMEOUT_S = 30.0
 """Of a call that the agent answers within its own, shorter, bounds."""
-UNTOLD = 16
-"""Saves without this rank that the agent is told of when it is back; older ones end in time."""
 
 _UNSET: Any = object()
 _log = logging.getLogger("p2pckpt")
-_made = 0
-"""Checkpointers that this process made; all ranks of a launch count alike."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Which rank of which launch this process is. `find` reads it from the environment."""
-
-    rank: int
-    world_size: int
-    run_token: str
-
-    @classmethod
-    def find(cls, environ: Mapping[str, str]) -> Launch:
-        """From torchrun's or Slurm's variables; else a launch of one rank.
-
-        The run token is a nonce that rank 0 puts in torch.distributed's store, if that is
-        initialised; else it is made of the launcher's own variables.
-        """
-        e = environ
-        if "RANK" in e and "WORLD_SIZE" in e:
-            rank, size = int(e["RANK"]), int(e["WORLD_SIZE"])
-            names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
-        elif "SLURM_PROCID" in e and "SLURM_NTASKS" in e:
-            rank, size = int(e["SLURM_PROCID"]), int(e["SLURM_NTASKS"])
-            names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        else:
-            return cls(0, 1, uuid.uuid4().hex)
-        token = _shared_nonce(rank) or "/".join(e.get(name, "") for name in names)
-        return cls(rank, size, token)
 
 
 @dataclass(frozen=True)
@@ -165,7 +132,7 @@ class Checkpointer:
         self._plan: snapshot.Plan | None = None
         self._ordinal = 0
         self._restores = 0
-        self._untold: deque[w.SlotFailed] = deque(maxlen=UNTOLD)
+        self._untold: list[w.SlotFailed] = []
         self._closed = False
         paths = (agent,) if agent else default_socket_paths(os.environ)
         self._link = AgentLink(paths)
@@ -208,7 +175,7 @@ class Checkpointer:
             handle.status, handle.reason = "failed", f"{type(e).__name__}: {e}"
             if getattr(e, "retryable", False):
                 failed = w.SlotFailed(handle._ordinal, step, handle.reason[:2000])
-                self._untold.append(failed)
+                self._untold = [*self._untold[-15:], failed]  # older ones end by their deadline
             self._trouble(f"save of step {step}", e)
             if self._on_error == "raise":
                 raise
@@ -216,7 +183,9 @@ class Checkpointer:
 
     def _save(self, handle: SaveHandle, state: Any, meta: Mapping[str, Any] | None) -> None:
         ordinal, step = handle._ordinal, handle.step
-        self._tell()
+        while self._untold:  # the agent did not hear of these: other ranks still wait for our part
+            self._call(self._untold[0])
+            del self._untold[0]
         try:
             text = json.dumps(dict(meta or {}))
             self._plan = plan = snapshot.plan(state, self._plan)
@@ -234,17 +203,6 @@ class Checkpointer:
             self._call(w.SlotFailed(ordinal, step, f"{type(e).__name__}: {e}"[:2000]))
             raise
         self._call(w.SlotDone(ordinal, step, length, text))
-
-    def _tell(self) -> None:
-        """Tell the agent of saves that it did not hear of, so that they end: other ranks wait for
-        this one's part in them, and have no slot for the next until then."""
-        while self._untold:
-            failed = self._untold.popleft()
-            try:
-                self._call(failed)
-            except AgentUnreachable:
-                self._untold.appendleft(failed)
-                raise
 
     def _look(self, handle: SaveHandle, wait_s: float) -> None:
         """Bring a handle up to date, waiting at most `wait_s`."""
@@ -392,18 +350,3 @@ class Checkpointer:
             self._logged_at[kind] = now
             hint = " (training goes on)" if not isinstance(error, StaleGenerationError) else ""
             _log.warning("%s: %s: %s%s", what, kind, error, hint)
-
-
-def _shared_nonce(rank: int) -> str:
-    """A nonce of rank 0's, by torch.distributed's store; "" where that is not initialised."""
-    global _made
-    from torch import distributed
-
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return ""
-    _made += 1
-    store = distributed.distributed_c10d._get_default_store()
-    key = f"p2pckpt/launch/{_made}"
-    if rank == 0:
-        store.set(key, uuid.uuid4().hex)
-    return str(store.get(key).decode())

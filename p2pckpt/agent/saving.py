@@ -13,32 +13,23 @@ reused only after its attempt is settled and its writer is done or dead.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.context import RETRY_S, JobContext, Roster, prepare_files
-from p2pckpt.agent.gather import Gathering, hand_in, pause
+from p2pckpt.agent.context import JobContext, Roster, prepare_files
+from p2pckpt.agent.gather import Gathering
 from p2pckpt.agent.holdings import Held, Want, document_name
+from p2pckpt.agent.settling import hand_in_share, settle
 from p2pckpt.errors import (
     CheckpointError,
-    FormatError,
-    LedgerUnavailable,
     NoRoom,
     SaveAborted,
     StaleGenerationError,
     UsageError,
 )
-from p2pckpt.ports import Put, Region, TrainerId, Txn, absent
-from p2pckpt.save.commit import (
-    Demand,
-    commit_txn,
-    decide_commit,
-    group_txn,
-    read_groups,
-)
+from p2pckpt.ports import Region, TrainerId
 from p2pckpt.save.offload import held_back
 from p2pckpt.save.pipeline import Origin, OwnSlot, save_share
 from p2pckpt.save.send import Crew, crew_of
@@ -97,13 +88,12 @@ class Saving:
 
     async def _skip(self, attempt: r.Attempt, rank: int, why: str) -> w.Skipped:
         reason = f"skipped by rank {rank}: {why}"
-        if await self._end(attempt, reason):
-            return w.Skipped(reason=self._why(attempt))
-        return w.Skipped(reason=reason)
+        decided = await self._end(attempt, reason)
+        return w.Skipped(reason=self._why(attempt) if decided else reason)
 
     async def _end(self, attempt: r.Attempt, reason: str) -> bool:
-        """ABORT, and the answer no later than `skip_wait_s`: without this rank's share there is no
-        commit, so the trainer need not wait for a ledger that is away. Is it decided?"""
+        """ABORT; is it decided within `skip_wait_s`? Without this rank's share there is no commit,
+        so the trainer need not wait for a ledger that is away."""
         ctx = self.ctx
         ctx.home.spawn(f"end {attempt.key}", ctx.abort(attempt, reason))
         return await ctx.until(lambda: ctx.decided(attempt), ctx.home.config.skip_wait_s)
@@ -194,11 +184,11 @@ class Saving:
                 if held.attempt == attempt:
                     ctx.home.holdings.seal(held, held.length, sealed.manifest_digest)
             ctx.note("sealed", attempt=attempt.key, holders=list(sealed.holders))
-            work = self._hand_in(attempt, roster, sealed)
+            work = hand_in_share(ctx, self.gathering, roster, attempt, sealed)
             handing = ctx.home.spawn(f"hand in {attempt.key}", work)
             takeover_s = ctx.home.config.takeover_s
             await ctx.until(lambda: handing.done() or ctx.decided(attempt), takeover_s)
-            await self._settle(own, roster, handing)
+            await settle(ctx, roster, attempt, own.lineage, handing)
         except Exception as e:
             await ctx.abort(attempt, f"{ctx.home.node}: {type(e).__name__}: {e}")
             if not isinstance(e, CheckpointError):
@@ -206,97 +196,6 @@ class Saving:
         finally:
             for stage in stages:
                 ctx.home.holdings.release(stage)
-
-    async def _hand_in(self, attempt: r.Attempt, roster: Roster, sealed: r.SealedShare) -> None:
-        ctx = self.ctx
-
-        async def write(group: int, pieces: list[w.HandIn]) -> bool:
-            shares = tuple(p.share for p in pieces if p.share is not None)
-            record = r.GroupRecord(attempt=attempt, group=group, shares=shares)
-            if await ctx.transact(group_txn(ctx.state, record)):
-                ctx.note("group_record", attempt=attempt.key, group=group)
-            return await ctx.home.doors.ledger.get(ctx.keys.group(attempt, group)) is not None
-
-        piece = w.HandIn(
-            job=ctx.job,
-            node=ctx.home.node,
-            generation=attempt.generation,
-            attempt=attempt,
-            share=sealed,
-        )
-        await hand_in(ctx, roster, piece, self.gathering, write, lambda: ctx.decided(attempt))
-        asyncio.get_running_loop().call_soon(ctx.wake)  # whoever waits for this task to be done
-
-    async def _settle(self, own: OwnAttempt, roster: Roster, handing: asyncio.Task[None]) -> None:
-        """Look at the group records until the attempt has its outcome; put it if we may.
-
-        The one to whom this node handed its share may have written the record and then stopped.
-        """
-        ctx, attempt = self.ctx, own.attempt
-        leads = roster.leads(ctx.home.node)
-        lineage = own.lineage or await self._fresh_lineage(attempt.generation)
-        demand = Demand.of(roster.generation, ctx.home.config.min_spare)
-        looked = not leads  # rank 0's agent has mostly just written the last group record itself
-        while not ctx.decided(attempt):
-            if looked:
-                eager = leads and handing.done()
-                await pause(ctx, eager, lambda: ctx.decided(attempt))
-            looked = True
-            if ctx.decided(attempt):
-                break
-            try:
-                await self._decide(attempt, lineage, demand)
-            except (LedgerUnavailable, FormatError) as e:
-                ctx.note("decide_later", attempt=attempt.key, why=str(e))
-                await ctx.until(lambda: ctx.decided(attempt), RETRY_S)
-
-    async def _decide(self, attempt: r.Attempt, lineage: str, demand: Demand) -> None:
-        ctx = self.ctx
-        entries = (await ctx.home.doors.ledger.list(ctx.keys.groups_of(attempt))).entries
-        if len(entries) < demand.pieces:
-            return
-        stores = (await ctx.home.living()).stores
-        ruling = decide_commit(read_groups(entries, attempt), stores, demand)
-        if ruling.verdict is r.Verdict.ABORT:
-            await ctx.abort(attempt, ruling.reason)
-        elif ruling.verdict is r.Verdict.COMMIT:
-            outcome = r.Outcome(
-                attempt=attempt,
-                verdict=r.Verdict.COMMIT,
-                by=ctx.home.node,
-                lineage=lineage,
-                degraded=ruling.degraded[:16],
-            )
-            if await ctx.transact(commit_txn(ctx.state, attempt, entries, outcome)):
-                ctx.note("commit", attempt=attempt.key, degraded=list(ruling.degraded))
-            await ctx.refresh()
-            if attempt.step in ctx.state.steps(lineage) and not ctx.decided(attempt):
-                reason = f"step {attempt.step} is already committed in this lineage"
-                await ctx.abort(attempt, reason)
-            elif not ctx.decided(attempt) and ctx.state.steps(lineage)[-1:] > [attempt.step]:
-                newest = ctx.state.steps(lineage)[-1]
-                await ctx.abort(attempt, f"step {newest} is committed: a lineage never goes back")
-
-    async def _fresh_lineage(self, generation: int) -> str:
-        """The lineage of a generation that saves before it restored: its ballot 0."""
-        ctx = self.ctx
-        while (closed := ctx.state.closed.get((generation, 0))) is None:
-            record = r.Closed(
-                generation=generation,
-                ballot=0,
-                close=r.Close.OK,
-                by=ctx.home.node,
-                reason="saved before any restore",
-                choice=r.Choice.FRESH,
-                lineage=ctx.home.doors.ids.new(),
-            )
-            key = ctx.keys.closed(generation, 0)
-            fence = ctx.state.same_generation(generation)
-            compares = (ctx.state.same_ledger(), fence, absent(key))
-            await ctx.transact(Txn(compares, (Put(key, pack(record)),)))
-            await ctx.refresh()
-            self._check_generation(generation)
-        return closed.lineage
 
     # -- small things -----------------------------------------------------------------------------
 
@@ -323,12 +222,6 @@ class Saving:
             own = self.open[attempt.key] = OwnAttempt(attempt, found[1].ranks, lineage)
             ctx.home.spawn(f"outcome {attempt.key}", self._remember(own))
         return own
-
-    def _check_generation(self, generation: int) -> None:
-        current = self.ctx.state.generation
-        if current is None or current.number != generation:
-            number = current.number if current else None
-            raise StaleGenerationError(f"generation {generation} is over, {number} is current")
 
     def _may_take(self, rank: int) -> bool:
         """Has the rank a slot left? keep_last retained ones and one in flight."""

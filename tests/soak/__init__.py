@@ -1,0 +1,1 @@
+"""Many saves with nodes that go and come: does anything grow?"""
