@@ -230,6 +230,30 @@ class JobState:
         """Some commit record is unreadable, so that no attempt can be proven uncommitted."""
         return any(key.startswith(self.keys.commits) for key in self.unreadable)
 
+    def went_back(self, seen: r.LedgerSeen, known: Iterable[r.Commit]) -> str:
+        """What shows that this listing is an older state of the ledger `seen`; "" if nothing does.
+
+        The revision does, until others wrote as much as was lost. Then what is gone does: after a
+        generation come higher ones only, and a commit (``known`` before this was listed) goes only
+        by a retirement, whose record stays until the floor is above it.
+        """
+        if self.ledger_id in self.cleaned:
+            return ""
+        if self.revision < seen.revision:
+            return f"revision {self.revision}, seen {seen.revision}"
+        number = self.generation.number if self.generation else 0
+        if number < seen.generation and self.keys.generation not in self.unreadable:
+            return f"generation {number}, seen {seen.generation}"
+        doubtful = (self.keys.commits, self.keys.retirements)
+        if any(key.startswith(doubtful) for key in self.unreadable):
+            return ""
+        for attempt in (commit.attempt for commit in known):
+            taken = attempt.key in self.retired or attempt.floor_key < self.floor
+            stands = taken or self.committed(attempt) is not None
+            if not stands and attempt.ledger_id == self.ledger_id:
+                return f"step {attempt.step} was committed and is gone"
+        return ""
+
     # -- compares that every transaction of the job carries ---------------------------------------
 
     def same_ledger(self) -> Compare:

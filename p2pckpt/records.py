@@ -501,8 +501,9 @@ class Closed(Record, frozen=True):
 class LedgerSeen(Record, frozen=True):
     """The ledger of a job as an agent knows it; lies beside its bytes.
 
-    Another ledger id, or a lower revision, is a ledger that forgot: the agent freezes. ``back``
-    says so for good, until the job's records are rebuilt: the revision will catch up.
+    Another ledger id, or an older state of this one (`JobState.went_back`), is a ledger that
+    forgot: the agent freezes. ``back`` says so for good, until the job's records are rebuilt: the
+    revision will catch up.
     """
 
     job: str

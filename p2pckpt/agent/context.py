@@ -74,7 +74,7 @@ class Home:
             living = await self.doors.membership.living()
             if living.revision < newest:
                 for follower in self.followers:
-                    follower.went_back(living.revision, newest)
+                    follower.freeze(f"revision {living.revision}, seen {newest}")
                 self.newest_revision = living.revision
             self.newest_revision = max(self.newest_revision, living.revision)
             self._living, self._living_at = living, asked_at
@@ -179,10 +179,11 @@ class JobContext:
     async def truth(self) -> JobState:
         """A linearizable listing. Raises LedgerUnavailable, or LedgerForgot and freezes."""
         seen = self.seen  # as of now: listings that overlap may be answered in another order
+        known = list(self.state.commits.values())
         truth = JobState.listed(self.keys, await self.home.doors.ledger.list(self.keys.state))
         same = seen is not None and seen.ledger_id == truth.ledger_id
-        if same and seen is not None and truth.revision < seen.revision:
-            self.went_back(truth.revision, seen.revision)
+        if same and seen is not None and (why := truth.went_back(seen, known)):
+            self.freeze(why)
             seen = self.seen
         was, self.frozen = self.frozen, forgot(seen, truth)
         if self.frozen:
@@ -200,10 +201,10 @@ class JobContext:
             self.home.doors.arena.put_document(seen_name(self.job), pack(self.seen))
         return truth
 
-    def went_back(self, found: int, seen: int) -> None:
-        """The ledger answered with an older revision than before: freeze, beyond a restart."""
+    def freeze(self, why: str) -> None:
+        """The ledger is older than it was before: freeze, beyond a restart."""
         if self.seen is not None and not self.seen.back:
-            self.frozen = f"the ledger went back: revision {found}, seen {seen}"
+            self.frozen = f"the ledger went back: {why}"
             self.seen = structs.replace(self.seen, back=self.frozen)
             self.home.doors.arena.put_document(seen_name(self.job), pack(self.seen))
             self.note("frozen", why=self.frozen)

@@ -25,7 +25,7 @@ from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.context import RETRY_S, JobContext, copy_name
 from p2pckpt.agent.deciding import groups_of
-from p2pckpt.errors import CheckpointError, FormatError
+from p2pckpt.errors import CheckpointError, FormatError, LedgerForgot
 from p2pckpt.jobstate import entry_of
 from p2pckpt.ports import Listing, Put, Txn, absent, unchanged, value_is
 from p2pckpt.wire import pack, unpack
@@ -123,6 +123,10 @@ async def rebuild(ctx: JobContext, dry_run: bool) -> w.RebuildReply:
                 replies[name] = reply
         except CheckpointError as e:
             ctx.note("no_copies", node=name, why=str(e))
+    try:
+        await ctx.truth()
+    except LedgerForgot as e:
+        ctx.note("rebuild_of", why=str(e))
     listing = await home.doors.ledger.list(ctx.keys.root)
     plan, new_id = decide_rebuild(replies), home.doors.ids.new()
     problem = plan.problem or _needless(ctx, listing)

@@ -82,16 +82,19 @@ async def hand_in(
     def complete() -> list[HandIn] | None:
         return gathering.complete(topic(piece), group)
 
-    while not done():
-        for lead in group:
-            await _give(ctx, lead, piece, gathering)
-            await ctx.until(lambda: done() or complete() is not None, takeover_s)
-            if done():
-                return
-            if pieces := complete():
-                if await _write(ctx, number, pieces, write):
+    try:
+        while not done():
+            for lead in group:
+                await _give(ctx, lead, piece, gathering)
+                await ctx.until(lambda: done() or complete() is not None, takeover_s)
+                if done():
                     return
-                await ctx.until(done, takeover_s)  # it failed: not again at once
+                if pieces := complete():
+                    if await _write(ctx, number, pieces, write):
+                        return
+                    await ctx.until(done, takeover_s)  # it failed: not again at once
+    finally:
+        gathering.forget(topic(piece))
 
 
 async def _give(ctx: JobContext, lead: r.RosterNode, piece: HandIn, gathering: Gathering) -> None:

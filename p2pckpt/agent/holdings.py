@@ -125,6 +125,7 @@ class Holdings:
         Free files are given up for lack of room, smallest loss first. Raises NoRoom(need, have).
         """
         need = -(-want.capacity // ROUND_BYTES) * ROUND_BYTES
+        self._outgrown(want.attempt.job, (want.kind, want.owner, want.part), need)
         free = self._reusable(want, need)
         if free is None:
             name = f"{want.kind}-{self._new_name()[:16]}"
@@ -161,6 +162,7 @@ class Holdings:
             have = sum(1 for h in self if (h.job, h.kind) == (job, kind) and h.capacity >= capacity)
             if have + self._preparing.get((job, kind), 0) >= count:
                 return
+            self._outgrown(job, (kind, "", 0), capacity)  # prepared before, and never used
             self._preparing[job, kind] = self._preparing.get((job, kind), 0) + 1
             try:
                 name = f"{kind}-{self._new_name()[:16]}"
@@ -168,6 +170,13 @@ class Holdings:
                 self._files[name] = Held(name, capacity, kind, job)
             finally:
                 self._preparing[job, kind] -= 1
+
+    def _outgrown(self, job: str, use: tuple[r.FileKind, str, int], need: int) -> None:
+        """Give up free files that were last of a use (kind, owner, part) that now needs more."""
+        for h in self:
+            small = h.attempt is None and h.job == job and h.capacity < need
+            if small and (h.kind, h.owner, h.part) == use:
+                self._remove(h)
 
     def _mine(self, held: Held) -> bool:
         """Does this handle still stand for its file? A file that was reused has a new one."""

@@ -205,7 +205,7 @@ async def retire(ctx: JobContext) -> None:
     swept = 0
 
     def wanted() -> bool:
-        crowded = _led(ctx) and len(ctx.state.outcomes) > 3 * RECENT_OUTCOMES
+        crowded = _led(ctx) and len(ctx.state.outcomes) > 2 * RECENT_OUTCOMES
         return bool(_due(ctx) or crowded) or _led(ctx) not in (0, swept)
 
     while True:

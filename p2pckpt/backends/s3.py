@@ -153,6 +153,7 @@ class S3Objects:
                     raise IntegrityError(f"{name}: ends before byte {offset}") from None
                 raise
             if answer["ContentLength"] != len(into):
+                answer["Body"].close()
                 raise IntegrityError(
                     f"{name}: {answer['ContentLength']} bytes at {offset}, needs {len(into)}"
                 )

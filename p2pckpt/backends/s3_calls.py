@@ -117,6 +117,7 @@ def read_into(body: Any, into: memoryview, name: str) -> None:
     while at < len(into):
         count = body.readinto(into[at : at + MIB])
         if not count:
+            body.close()
             raise OSError(f"{name}: the answer broke off after {at} of {len(into)} bytes")
         at += count
 

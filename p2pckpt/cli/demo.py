@@ -23,6 +23,9 @@ from p2pckpt.cli.output import EXIT_DONE, EXIT_FAILED, finish, json_option
 @click.option(
     "--kill", default=0, metavar="N", help="Only one kill: an owner and N-1 of its holders at once."
 )
+@click.option(
+    "--s3", is_flag=True, help="Offload to a SeaweedFS too; a kill may exceed the layout."
+)
 @click.option("--ranks-per-node", default=1, show_default=True)
 @click.option("--steps", default=120, show_default=True, help="Train at least so far.")
 @click.option("--every", default=5, show_default=True, help="Steps between saves.")

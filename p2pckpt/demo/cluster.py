@@ -30,6 +30,7 @@ import p2pckpt
 from p2pckpt import wire as w
 from p2pckpt.backends.agent_link import AgentLink
 from p2pckpt.backends.etcd_server import EtcdOptions, EtcdServers
+from p2pckpt.backends.seaweed import Seaweed
 from p2pckpt.errors import AgentUnreachable, CheckpointError
 
 GONE_S = 10.0
@@ -157,6 +158,7 @@ class Machine:
         self._ram = Path(f"/dev/shm/p2pckpt-demo-{os.getpid()}")
         self._named = 0
         self._etcd: EtcdServers | None = None
+        self._store: Seaweed | None = None
 
     def __enter__(self) -> Machine:
         return self
@@ -166,8 +168,8 @@ class Machine:
 
     # -- nodes ------------------------------------------------------------------------------------
 
-    def start_etcd(self) -> None:
-        """The embedded etcd, and the agents' settings that name it."""
+    def start_services(self, object_store: bool = False) -> None:
+        """The embedded etcd and, if asked for, an object store; the settings that name them."""
         self._etcd = EtcdServers.start(self.run / "etcd", 1, EtcdOptions(durable=False))
         settings: dict[str, Any] = {
             "endpoints": self._etcd.endpoints[0],
@@ -178,6 +180,13 @@ class Machine:
             "lost_grace_s": GRACE_S,
             "decide_wait_s": DECIDE_WAIT_S,
         }
+        if object_store:
+            self._store = Seaweed.start(self.run / "s3")
+            settings |= {
+                "s3_url": f"s3://{self._store.bucket}/demo",
+                "s3_endpoint": self._store.endpoint,
+                "offload_every": 1,
+            }
         lines = [f"{key} = {json.dumps(value)}\n" for key, value in settings.items()]
         (self.run / "agent.toml").write_text("".join(lines))
 
@@ -191,7 +200,8 @@ class Machine:
         command = ["-m", "p2pckpt.cli.main", "agent", "--config", str(self.run / "agent.toml")]
         command += ["--node", name, "--host-id", f"host-{name}", "--domains", f"rack={rack}"]
         command += ["--directory", str(directory), "--socket", str(socket)]
-        node = Node(name, rack, socket, directory, log, _spawn(command, log, {}, 0))
+        credentials = self._store.environment if self._store else {}
+        node = Node(name, rack, socket, directory, log, _spawn(command, log, credentials, 0))
         self.nodes.append(node)
         return node
 
@@ -283,8 +293,9 @@ class Machine:
         try:
             self.close_nodes()
         finally:
-            if self._etcd is not None:
-                self._etcd.close()
+            for service in (self._store, self._etcd):
+                if service is not None:
+                    service.close()
 
 
 def _spawn(

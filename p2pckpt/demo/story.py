@@ -54,7 +54,8 @@ class DemoFailedError(Exception):
 @dataclass(frozen=True)
 class Options:
     """What to do. ``kill``: one strike on an owner and kill - 1 of its holders, not the default
-    ones; ``self_test``: one strike that no layout survives."""
+    ones; ``self_test``: one strike that no layout survives; ``s3``: every committed step goes to an
+    object store too, so that even such a strike is survived."""
 
     nodes: int = 6
     racks: int = 3
@@ -64,6 +65,7 @@ class Options:
     every: int = 5
     seed: int = 1
     kill: int = 0
+    s3: bool = False
     self_test: bool = False
     keep: bool = False
 
@@ -149,8 +151,9 @@ class Story:
 
     def play(self) -> None:
         """Everything up to the comparison. Raises DemoFailedError."""
-        self.machine.start_etcd()
-        self.timeline.say("etcd is up (embedded, for trials)")
+        self.machine.start_services(self.options.s3)
+        store = " and SeaweedFS" if self.options.s3 else ""
+        self.timeline.say(f"etcd{store} up (embedded, for trials)")
         for _ in range(self.options.nodes):
             self.machine.start_node()
         self._until(lambda: all(n.ready_at is not None for n in self.machine.nodes), "nodes")
@@ -281,9 +284,7 @@ class Story:
         shares = self._full()
         if shares is None:
             if time.monotonic() - self.due_at > FULL_S:
-                raise DemoFailedError(
-                    f"redundancy was not full within {FULL_S:g} s: {self._redundancy()}"
-                )
+                raise DemoFailedError(f"redundancy was not full within {FULL_S:g} s: {self._job()}")
             return
         what = self.strikes.pop(0)
         self.due_at, self.next_at = None, newest + self.spacing
@@ -332,8 +333,10 @@ class Story:
         nodes = self.machine.nodes
         if any(n.ready_at is None for n in nodes) or len(nodes) < self.options.nodes:
             return None
-        redundancy = self._redundancy()
-        if not redundancy or redundancy["survivable_node_losses"] != redundancy["full"]:
+        job = self._job() or {"redundancy": None}
+        redundancy = job["redundancy"] or {"survivable_node_losses": -1, "full": 0}
+        full = redundancy["survivable_node_losses"] == redundancy["full"]
+        if not full or (self.options.s3 and not job["offloaded"]):
             return None
         step, settled_at = redundancy["step"], max(n.ready_at or 0.0 for n in nodes) + SETTLED_S
         begun = [e["time"] for e in self.journal.of("save") if e["step"] == step]
@@ -349,10 +352,9 @@ class Story:
             shares.append(Share(node.name, holders, self.layout.k))
         return shares
 
-    def _redundancy(self) -> dict[str, Any] | None:
-        """The job's redundancy by the status document."""
-        jobs = (self.machine.status() or {"jobs": {}})["jobs"].values()
-        return next((job["redundancy"] for job in jobs), None)
+    def _job(self) -> dict[str, Any] | None:
+        """The job by the status document."""
+        return next(iter((self.machine.status() or {"jobs": {}})["jobs"].values()), None)
 
     # -- the same training without failures --------------------------------------------------------
 

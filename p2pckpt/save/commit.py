@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from p2pckpt import records as r
 from p2pckpt.errors import FormatError
 from p2pckpt.jobstate import JobState
-from p2pckpt.ports import Entry, Put, Txn, absent, unchanged
+from p2pckpt.ports import Compare, Entry, Put, Txn, absent, present, unchanged
 from p2pckpt.wire import pack, unpack
 
 
@@ -123,6 +123,7 @@ def commit_txn(
             state.undecided(attempt),
             state.no_step_from(outcome.lineage, attempt.step),
             state.above_floor(attempt),
+            *_stands(state, before),
             *(unchanged(entry) for entry in groups),
         ),
         puts=(
@@ -130,6 +131,13 @@ def commit_txn(
             Put(keys.commit(outcome.lineage, attempt.step), pack(record)),
         ),
     )
+
+
+def _stands(state: JobState, newest: r.Commit | None) -> tuple[Compare, ...]:
+    """The newest commit is there, if it is in RAM: it goes only for a newer one, or with a ledger
+    that went back, where nothing may be committed."""
+    key = (newest.lineage, newest.attempt.step) if newest else ("", 0)
+    return (present(state.keys.commit(*key)),) if key in state.commits else ()
 
 
 def abort_txn(state: JobState, outcome: r.Outcome) -> Txn:

@@ -130,14 +130,14 @@ def test_messages_of_some_megabytes_pass_and_larger_ones_are_refused_unsent(peer
 
         async def answer(caller, request):
             asked.append(len(request.packed))
-            return wire.ManifestReply(packed=request.packed)
+            return wire.ManifestReply(total=request.total, packed=request.packed)
 
         await rig.b.serve(answer)
         big = bytes(range(256)) * 4096 * 2  # 2 MiB, 2.7 MiB as text
-        reply = await rig.a.call(rig.b.address, wire.ManifestReply(packed=big), 20.0)
+        reply = await rig.a.call(rig.b.address, wire.ManifestReply(len(big), big), 20.0)
         assert reply.packed == big
         with pytest.raises(UsageError):
-            await rig.a.call(rig.b.address, wire.ManifestReply(packed=big * 2), 20.0)
+            await rig.a.call(rig.b.address, wire.ManifestReply(2 * len(big), big * 2), 20.0)
         assert asked == [len(big)]
 
     peers.run(story)

@@ -57,7 +57,6 @@ def test_a_committer_that_slept_over_the_abort_changes_nothing():
     play(story, **OTHERS_ASLEEP)
 
 
-@pytest.mark.xfail(strict=True, reason="only who wrote the group record goes on to commit")
 def test_a_stopped_committer_finds_that_another_one_committed():
     """SIGSTOP of n0 for twice its lease as it commits 10; another commits 10. Awake again it is
     told so, and neither commits nor frees anything. (B082)"""
@@ -235,6 +234,9 @@ FAILURES = {
 LOST_ONE = ("the parity is flipped", "a data shard is flipped")
 """One shard cannot be placed, the others can: a commit that is degraded."""
 
+ALL_FAIL = ("holders die in mid transfer", "no room anywhere", "every piece on the wire is wrong")
+"""n1's share fails alike: the ABORT names whichever was first."""
+
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_share_that_fails_aborts_the_save_and_the_step_before_is_loadable(failure):
@@ -253,7 +255,8 @@ def test_a_share_that_fails_aborts_the_save_and_the_step_before_is_loadable(fail
             await whole(launch, 2)
             return
         assert outcome.verdict is ABORT
-        assert "share of n0: needs 3 living sources" in outcome.reason
+        failed = ("n0", "n1") if failure in ALL_FAIL else ("n0",)
+        assert any(f"share of {n}: needs 3 living sources" in outcome.reason for n in failed)
         assert stage.committed() == [1]
         await freed(stage, 2)
         stage.net.weather.flip = 0.0
@@ -448,7 +451,6 @@ def test_a_trainer_killed_a_thousand_times(seed):
     play(story, seed=seed, limit_s=36000.0)
 
 
-@pytest.mark.xfail(strict=True, reason="the floor rises only when a retirement is due")
 def test_the_keys_of_saves_that_all_abort_do_not_pile_up():
     """Forty saves in a row that fail on one rank leave no more keys in the ledger than ten do."""
 

@@ -52,10 +52,7 @@ async def forgotten(stage, forget):
     return launch, before
 
 
-MELTS = pytest.mark.xfail(
-    strict=True, reason="a ledger that went back is as good as new once its revision has caught up"
-)
-FORGETTING = pytest.mark.parametrize("forget", [wiped, pytest.param(rolled_back, marks=MELTS)])
+FORGETTING = pytest.mark.parametrize("forget", [wiped, rolled_back])
 
 
 @FORGETTING

@@ -29,7 +29,6 @@ def no_room(stage):
     return [e for e in stage.events("note.holder_failed") if "needs" in e["why"]]
 
 
-@pytest.mark.xfail(strict=True, reason="the ABORT tells how many sources lack, not why")
 def test_nobody_has_room_for_shards_and_training_goes_on():
     """All nodes but the owners' are full: ABORT that says need and have in bytes; save() returned
     at once, and when room is made the next save commits."""
@@ -145,9 +144,6 @@ def test_a_hundred_saves_take_no_more_than_twenty(keep_last):
     play(story, limit_s=36000.0)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="staging of a manifest is not rounded: digits make new files"
-)
 def test_longer_numbers_make_no_new_files():
     """The step's number grows from two digits to seven, one by one: no node has more files."""
 
@@ -163,7 +159,6 @@ def test_longer_numbers_make_no_new_files():
     play(story)
 
 
-@pytest.mark.xfail(strict=True, reason="the closing of every start stays while its lineage lives")
 def test_starting_again_and_again_leaves_no_keys_behind():
     """Thirty starts, each with a restore and a save: etcd holds no more keys after the last ten
     than after the ten before."""

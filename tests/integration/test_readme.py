@@ -60,7 +60,7 @@ def until(ready, timeout_s=60.0):
 
 def test_the_hook_runs_as_printed(tmp_path):
     with Machine(tmp_path, racks=2) as machine:
-        machine.start_etcd()
+        machine.start_services()
         nodes = [machine.start_node(), machine.start_node()]
         until(lambda: (machine.look() and False) or all(n.ready_at for n in nodes))
         first = run_hook(nodes[0])

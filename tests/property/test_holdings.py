@@ -23,18 +23,23 @@ from hypothesis.stateful import (
 )
 
 from p2pckpt import records as r
+from p2pckpt.agent.holdings import ROUND_BYTES as PAGE
 from p2pckpt.agent.holdings import Holdings, Want, document_name
 from p2pckpt.backends.inproc.ram import FakeArena, Store
 from p2pckpt.errors import NoRoom, UsageError
 from p2pckpt.wire import unpack
 from simulations import clock
 
-BUDGET = 4000
+BUDGET = 10 * PAGE
 KINDS = list(r.FileKind)
 
 
 def attempt(step, job="1000.job"):
     return r.Attempt("1" * 32, job, 1, step, step)
+
+
+def pages(capacity):
+    return -(-capacity // PAGE) * PAGE
 
 
 def new_store():
@@ -83,14 +88,14 @@ class Files(RuleBasedStateMachine):
         kind=st.sampled_from(KINDS),
         step=st.integers(0, 4),
         job=st.sampled_from(["1000.a", "1000.b"]),
-        capacity=st.integers(1, 1500),
+        capacity=st.integers(1, 4 * PAGE),
         written=st.booleans(),
     )
     def take(self, kind, step, job, capacity, written):
         writer = f"writer {next(self.writers)}" if written else None
         want = Want(kind, attempt(step, job), "n0", step, capacity)
         owned = sum(self.model[n]["held"].capacity for n in self.life.values())
-        if owned + capacity > BUDGET:
+        if owned + pages(capacity) > BUDGET:
             with pytest.raises(NoRoom):
                 at_once(self.holdings.take(want, writer))
             return -1
@@ -147,6 +152,28 @@ class Files(RuleBasedStateMachine):
             self.holdings.release(facts["held"])
             self.holdings.writer_done(facts["held"])
             del self.life[facts["held"].file]
+
+    @rule(
+        kind=st.sampled_from(KINDS),
+        job=st.sampled_from(["1000.a", "1000.b"]),
+        capacity=st.integers(1, 3).map(lambda n: n * PAGE),
+        count=st.integers(1, 3),
+    )
+    def prepare(self, kind, job, capacity, count):
+        """Room ahead of time: what was taken stays what it was, as the invariants say."""
+
+        def fit():
+            return [h for h in self.holdings if (h.job, h.kind) == (job, kind)
+                    and h.capacity >= capacity]  # fmt: skip
+
+        before = fit()
+        try:
+            at_once(self.holdings.prepare(job, kind, capacity, count))
+        except NoRoom:
+            assert self.arena.used_bytes + capacity > BUDGET
+            assert len(fit()) < count
+        else:
+            assert len(fit()) == max(count, len(before))
 
     @rule(job=st.sampled_from(["1000.a", "1000.b"]))
     def drop_free(self, job):
@@ -230,14 +257,14 @@ TestFiles.settings = settings(max_examples=120, stateful_step_count=40, deadline
 def test_many_takers_at_once_never_share_a_file(seed):
     async def main():
         rng, store, names = Random(seed), new_store(), count()
-        arena = FakeArena(store, 6000, fault_bytes_per_s=1000.0)
+        arena = FakeArena(store, 12 * PAGE, fault_bytes_per_s=2.0 * PAGE)
         holdings = Holdings(arena, lambda: f"{next(names):06d}")
         owned, refused = {}, 0
 
         async def taker(i):
             nonlocal refused
             for step in range(6):
-                want = Want(rng.choice(KINDS), attempt(i), "n0", i, rng.randrange(1, 1500))
+                want = Want(rng.choice(KINDS), attempt(i), "n0", i, rng.randrange(1, 3 * PAGE))
                 try:
                     async with asyncio.timeout(rng.uniform(0.2, 4.0)):
                         held = await holdings.take(want, (i, step))
@@ -267,12 +294,12 @@ def test_many_takers_at_once_never_share_a_file(seed):
     assert clock.run(main(), limit_s=3600) >= 0
 
 
-# -- two stories -----------------------------------------------------------------------------------
+# -- stories ---------------------------------------------------------------------------------------
 
 
-def one_file():
+def one_file(pages=2):
     store, names = new_store(), count()
-    arena = FakeArena(store, 1000, fault_bytes_per_s=float("inf"))
+    arena = FakeArena(store, pages * PAGE, fault_bytes_per_s=float("inf"))
     return store, arena, Holdings(arena, lambda: f"{next(names):06d}")
 
 
@@ -280,12 +307,12 @@ def test_a_handle_of_a_past_life_does_not_touch_the_next_one():
     # Saving._save holds its staging file while its attempt is aborted elsewhere: the tracker frees
     # it, the next attempt takes it, and then the first one's `finally` releases it once more.
     _, _, holdings = one_file()
-    first = at_once(holdings.take(Want(r.FileKind.STAGE, attempt(1), "n0", 0, 500)))
+    first = at_once(holdings.take(Want(r.FileKind.STAGE, attempt(1), "n0", 0, PAGE)))
     holdings.release(first)  # by the tracker
-    second = at_once(holdings.take(Want(r.FileKind.STAGE, attempt(2), "n0", 0, 500)))
+    second = at_once(holdings.take(Want(r.FileKind.STAGE, attempt(2), "n0", 0, PAGE)))
     assert second.file == first.file
     holdings.release(first)  # by the save that ends late
-    third = at_once(holdings.take(Want(r.FileKind.STAGE, attempt(3), "n0", 0, 500)))
+    third = at_once(holdings.take(Want(r.FileKind.STAGE, attempt(3), "n0", 0, PAGE)))
     assert third.file != second.file, "two attempts stage into one file"
 
 
@@ -297,22 +324,39 @@ def test_a_take_that_fails_leaves_nothing():
 
     keep, arena.put_record = arena.put_record, full
     with pytest.raises(NoRoom):
-        at_once(holdings.take(Want(r.FileKind.SLOT, attempt(1), "n0", 0, 900), "writer"))
+        at_once(holdings.take(Want(r.FileKind.SLOT, attempt(1), "n0", 0, 2 * PAGE), "writer"))
     arena.put_record = keep
     for held in holdings.of_attempt(attempt(1)):
         holdings.release(held)  # the tracker frees what the attempt holds
-    assert at_once(holdings.take(Want(r.FileKind.SLOT, attempt(2), "n0", 0, 900), "other"))
+    assert at_once(holdings.take(Want(r.FileKind.SLOT, attempt(2), "n0", 0, 2 * PAGE), "other"))
 
 
 def test_a_slot_of_a_living_old_writer_is_never_given_again():
     _, _, holdings = one_file()
-    held = at_once(holdings.take(Want(r.FileKind.SLOT, attempt(1), "n0", 0, 900), "trainer"))
+    held = at_once(holdings.take(Want(r.FileKind.SLOT, attempt(1), "n0", 0, 2 * PAGE), "trainer"))
     holdings.release(held)
     with pytest.raises(NoRoom):
-        at_once(holdings.take(Want(r.FileKind.SLOT, attempt(2), "n0", 0, 900), "next"))
+        at_once(holdings.take(Want(r.FileKind.SLOT, attempt(2), "n0", 0, 2 * PAGE), "next"))
     assert holdings.written_by("trainer") == [held]
     holdings.writer_done(held)
-    assert at_once(holdings.take(Want(r.FileKind.SLOT, attempt(2), "n0", 0, 900), "next"))
+    assert at_once(holdings.take(Want(r.FileKind.SLOT, attempt(2), "n0", 0, 2 * PAGE), "next"))
+
+
+def test_a_file_that_its_use_has_outgrown_goes():
+    # The rank's snapshot grew by a page: its old free file is of no use to it; another's stays.
+    store, _, holdings = one_file(pages=9)
+    first, other = (
+        at_once(holdings.take(Want(r.FileKind.SLOT, attempt(1), "n0", part, PAGE)))
+        for part in (0, 1)
+    )
+    holdings.release(first)
+    holdings.release(other)
+    at_once(holdings.prepare("1000.job", r.FileKind.SLOT, PAGE, 3))
+    grown = at_once(holdings.take(Want(r.FileKind.SLOT, attempt(2), "n0", 0, 2 * PAGE)))
+    assert sorted(h.capacity for h in holdings) == [PAGE, PAGE, 2 * PAGE]
+    at_once(holdings.prepare("1000.job", r.FileKind.SLOT, 2 * PAGE, 2))
+    assert {other.file, grown.file} < set(store.files)
+    assert sorted(h.capacity for h in holdings) == [PAGE, 2 * PAGE, 2 * PAGE]
 
 
 def test_a_damaged_record_is_not_adopted():
@@ -321,9 +365,9 @@ def test_a_damaged_record_is_not_adopted():
     holdings.seal(held, 100, "d")
     packed = store.records[held.file]
     for at in range(len(packed)):
-        store.files[held.file] = bytearray(100)
+        store.files[held.file] = bytearray(PAGE)
         store.records[held.file] = packed
         store.flip_record(held.file, at, at % 8)
-        again = Holdings(FakeArena(store, 1000), lambda: "x")
+        again = Holdings(FakeArena(store, 2 * PAGE), lambda: "x")
         assert again.adopt() == []
         assert not store.files

@@ -62,6 +62,9 @@ def soak(cluster: Cluster, options: argparse.Namespace) -> dict[int, dict[str, f
     job = Job(cluster, "soak", cluster.nodes[:RANKS], options.mib, LAYOUT)
     samples: dict[int, dict[str, float]] = {}
     job.launch()
+    for seated in (False, True):  # so that every node has held what it holds in such a time
+        job.commit()
+        replace(cluster, job, seated)
     uncommitted = 0
     for number in range(1, options.saves + 1):
         uncommitted += job.commit_soon() - 1

@@ -29,11 +29,13 @@ def unit(name: str) -> str:
 
 
 def process(pid: int, name: str) -> Sample:
-    """Memory, descriptors and threads of a process."""
+    """Memory of its own, memory that it maps from RAM files (which may be deleted), descriptors and
+    threads of a process."""
     text = Path(f"/proc/{pid}/status").read_text()
     status = dict(line.split(":", 1) for line in text.splitlines())
     return {
-        f"{name} RSS MB": int(status["VmRSS"].split()[0]) / 1000,
+        f"{name} RSS MB": sum(int(status[k].split()[0]) for k in ("RssAnon", "RssFile")) / 1000,
+        f"{name} mapped MB": int(status["RssShmem"].split()[0]) / 1000,
         f"{name} descriptors": len(os.listdir(f"/proc/{pid}/fd")),
         f"{name} threads": int(status["Threads"]),
     }

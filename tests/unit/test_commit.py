@@ -191,6 +191,14 @@ def test_harmless_changes_do_not_stop_a_commit():
     assert book.does(txn)
 
 
+def test_nothing_is_committed_when_the_step_before_is_gone():
+    book, entries, _ = ready()
+    before = book.commit(29, ordinal=2)
+    txn = commit_txn(book.state(), A, entries, outcome_of(A))
+    book.delete(KEYS.commit("L1", before.attempt.step))  # as in a ledger that went back
+    assert not book.does(txn)
+
+
 def test_a_committer_whose_mirror_saw_the_next_generation_commits_nothing():
     # Judged in generation 1; while `living()` was awaited the mirror moved on to generation 2,
     # whose agents have already freed the bytes of the attempt.

@@ -324,3 +324,56 @@ def test_a_watch_that_lags_does_not_take_the_mirror_back():
     book.begin(3)
     state.apply_all(book.etcd.changes(KEYS.generation, old.revision))
     assert state.generation.number == 3
+
+
+# -- a ledger that went back -----------------------------------------------------------------------
+
+
+def retired(book, of):
+    book.put(KEYS.retired(of), r.Retired(attempt=of, by="x", reason="y"))
+    book.delete(KEYS.commit("L1", of.step))
+
+
+def floor_above(book, of):
+    book.delete(KEYS.commit("L1", of.step))
+    book.put(KEYS.floor, b"0000000001.0000000009")
+
+
+def damaged(book, of):
+    book.put(KEYS.commit("L1", of.step), b"damaged")
+
+
+def cleaned(book, of):
+    book.put(KEYS.cleaned(LEDGER), r.Cleaned(LEDGER, "n0"))
+    book.delete(KEYS.commit("L1", of.step), KEYS.generation)
+
+
+@pytest.mark.parametrize("deed", [None, retired, floor_above, damaged, cleaned])
+def test_a_commit_that_went_by_the_rules_is_no_ledger_that_went_back(deed):
+    book = Book()
+    of = book.commit(3).attempt
+    seen = r.LedgerSeen(KEYS.job, LEDGER, book.state().revision, 1)
+    known = book.state().commits.values()
+    if deed is not None:
+        deed(book, of)
+    assert book.state().went_back(seen, known) == ""
+
+
+def test_a_ledger_that_went_back_is_known_when_its_revision_has_caught_up():
+    book = Book()
+    book.commit(2)
+    old = book.state().revision
+    book.begin(2)
+    book.commit(3, generation=2)
+    state = book.state()
+    seen = r.LedgerSeen(KEYS.job, LEDGER, state.revision, 2)
+    book.etcd.rollback(old)
+    assert f"revision {old}" in book.state().went_back(seen, ())
+    while book.state().revision < seen.revision:
+        book.put("other", b"")
+    assert book.state().went_back(seen, ()) == "generation 1, seen 2"
+    book.begin(2)
+    assert book.state().went_back(seen, ()) == ""
+    assert "step 3" in book.state().went_back(seen, state.commits.values())
+    others = [commit_record(attempt(7, 7, ledger="2" * 32), "L1")]  # kept by a rebuild
+    assert book.state().went_back(seen, others) == ""
