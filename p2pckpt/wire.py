@@ -271,10 +271,14 @@ class OpenSlot(r.Record, frozen=True):
 
 
 class Slot(r.Record, frozen=True):
-    """Write there; the file descriptor comes along where processes differ."""
+    """Write there; the file descriptor comes along where processes differ.
+
+    ``slots``: all slot files of the job here; a mapping of any other is of no use any more.
+    """
 
     file: str
     capacity: int
+    slots: tuple[str, ...] = ()
 
 
 class Skipped(r.Record, frozen=True):

@@ -23,6 +23,10 @@ ROUND_BYTES = 4096
 """Files are whole pages, so that a longer number in a manifest does not need a new file."""
 
 
+IDLE_TAKES = 64
+"""A free file is given back after so many other files were taken: some eight saves."""
+
+
 def document_name(manifest_digest: str) -> str:
     """Where a manifest lies beside the files that it describes."""
     return f"manifest-{manifest_digest}"
@@ -44,6 +48,8 @@ class Held:
     manifest_digest: str = ""
     writer: object | None = None
     doomed: bool = False
+    freed_at: int = 0
+    """Count of takes when it became free."""
 
     def record(self) -> r.FileRecord:
         """As it is written beside the file."""
@@ -78,6 +84,7 @@ class Holdings:
         self._new_name = new_name
         self._quota_bytes = job_quota_bytes
         self._files: dict[str, Held] = {}
+        self._takes = 0
         self._preparing: dict[tuple[str, r.FileKind], int] = {}
 
     def adopt(self) -> list[Held]:
@@ -126,6 +133,7 @@ class Holdings:
         """
         need = -(-want.capacity // ROUND_BYTES) * ROUND_BYTES
         self._outgrown(want.attempt.job, (want.kind, want.owner, want.part), need)
+        self._give_back_idle()
         free = self._reusable(want, need)
         if free is None:
             name = f"{want.kind}-{self._new_name()[:16]}"
@@ -167,7 +175,7 @@ class Holdings:
             try:
                 name = f"{kind}-{self._new_name()[:16]}"
                 await self._arena.reserve(name, capacity)
-                self._files[name] = Held(name, capacity, kind, job)
+                self._files[name] = Held(name, capacity, kind, job, freed_at=self._takes)
             finally:
                 self._preparing[job, kind] -= 1
 
@@ -176,6 +184,14 @@ class Holdings:
         for h in self:
             small = h.attempt is None and h.job == job and h.capacity < need
             if small and (h.kind, h.owner, h.part) == use:
+                self._remove(h)
+
+    def _give_back_idle(self) -> None:
+        """Free files that nobody wanted for long: a node that came or went changes who holds what,
+        and no node should keep the most that it ever needed."""
+        self._takes += 1
+        for h in self:
+            if h.attempt is None and self._takes - h.freed_at > IDLE_TAKES:
                 self._remove(h)
 
     def _mine(self, held: Held) -> bool:
@@ -236,6 +252,7 @@ class Holdings:
     def _settle(self, held: Held) -> None:
         if held.doomed and held.writer is None:
             held.attempt, held.whole, held.doomed, held.length = None, False, False, 0
+            held.freed_at = self._takes
 
     def drop_free(self, job: str) -> None:
         """Give the free files of a job back to the node."""

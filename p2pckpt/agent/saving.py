@@ -84,7 +84,9 @@ class Saving:
         except NoRoom as e:
             return await self._skip(attempt, rank, str(e))
         own.slots[rank] = held
-        return w.Slot(file=held.file, capacity=held.capacity)
+        job, kind = ctx.job, r.FileKind.SLOT
+        slots = tuple(h.file for h in ctx.home.holdings if (h.job, h.kind) == (job, kind))
+        return w.Slot(file=held.file, capacity=held.capacity, slots=slots)
 
     async def _skip(self, attempt: r.Attempt, rank: int, why: str) -> w.Skipped:
         reason = f"skipped by rank {rank}: {why}"

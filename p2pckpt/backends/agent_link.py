@@ -83,6 +83,9 @@ class AgentLink:
             answered = True
             if isinstance(reply, wire.Slot | wire.RestoreFile):
                 self._map(reply, descriptors)
+            if isinstance(reply, wire.Slot) and reply.slots:
+                for file in self._mapped.keys() - {reply.file, *reply.slots}:
+                    self.release(file)  # its pages would stay beyond the agent's budget
         except OSError as e:
             why = f"no reply within {timeout_s} s" if isinstance(e, TimeoutError) else str(e)
             what = type(request).__name__

@@ -54,8 +54,7 @@ class DemoFailedError(Exception):
 @dataclass(frozen=True)
 class Options:
     """What to do. ``kill``: one strike on an owner and kill - 1 of its holders, not the default
-    ones; ``self_test``: one strike that no layout survives; ``s3``: every committed step goes to an
-    object store too, so that even such a strike is survived."""
+    ones; ``self_test``: one that no layout survives; ``s3``: an object store gets each step too."""
 
     nodes: int = 6
     racks: int = 3
@@ -152,7 +151,7 @@ class Story:
     def play(self) -> None:
         """Everything up to the comparison. Raises DemoFailedError."""
         self.machine.start_services(self.options.s3)
-        store = " and SeaweedFS" if self.options.s3 else ""
+        store = " and SeaweedFS" * self.options.s3
         self.timeline.say(f"etcd{store} up (embedded, for trials)")
         for _ in range(self.options.nodes):
             self.machine.start_node()
@@ -335,8 +334,8 @@ class Story:
             return None
         job = self._job() or {"redundancy": None}
         redundancy = job["redundancy"] or {"survivable_node_losses": -1, "full": 0}
-        full = redundancy["survivable_node_losses"] == redundancy["full"]
-        if not full or (self.options.s3 and not job["offloaded"]):
+        short = redundancy["survivable_node_losses"] != redundancy["full"]
+        if short or (self.options.s3 and not job["offloaded"]):
             return None
         step, settled_at = redundancy["step"], max(n.ready_at or 0.0 for n in nodes) + SETTLED_S
         begun = [e["time"] for e in self.journal.of("save") if e["step"] == step]

@@ -30,12 +30,19 @@ async def wiped(stage):
     stage.etcd.wipe()
 
 
-async def rolled_back(stage):
-    """To before step 3; then other jobs write, so that the revision is soon what it was."""
+async def rolled_back(stage, during_s=0.0):
+    """To before step 3; then other jobs write, so that the revision is at once what it was."""
     lost = stage.etcd.revision - stage.rollback_to
     stage.etcd.rollback(stage.rollback_to)
     for i in range(lost):
+        await asyncio.sleep(during_s / lost)
         stage.etcd.apply("other", Txn(puts=(Put(f"other/{i}", b""),)))
+
+
+async def rolled_back_and_slowly_on(stage):
+    """The same, but the revision is lower for 10 s, in which nobody saves."""
+    await rolled_back(stage, 10.0)
+    assert stage.events("note.frozen"), "whoever holds bytes of the newest step looks by itself"
 
 
 async def forgotten(stage, forget):
@@ -52,7 +59,7 @@ async def forgotten(stage, forget):
     return launch, before
 
 
-FORGETTING = pytest.mark.parametrize("forget", [wiped, rolled_back])
+FORGETTING = pytest.mark.parametrize("forget", [wiped, rolled_back, rolled_back_and_slowly_on])
 
 
 @FORGETTING
