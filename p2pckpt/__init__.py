@@ -14,7 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from p2pckpt.checkpointer import Checkpointer, Restored, SaveHandle
+    from p2pckpt.checkpointer import Checkpointer
+    from p2pckpt.handles import Restored, SaveHandle
     from p2pckpt.launch import Launch
 
 __all__ = ["Checkpointer", "Launch", "Restored", "SaveHandle"]

@@ -19,7 +19,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from p2pckpt import records as r
@@ -31,12 +30,14 @@ from p2pckpt.errors import (
     CheckpointError,
     IntegrityError,
     NothingToRestore,
+    NotJoined,
     NotSeated,
     RestoreFailed,
     SaveAborted,
     StaleGenerationError,
     UsageError,
 )
+from p2pckpt.handles import Restored, SaveHandle
 from p2pckpt.launch import Launch
 from p2pckpt.restore import load as loading
 from p2pckpt.restore.verify import ChunkCheck
@@ -46,54 +47,13 @@ LOG_EVERY_S = 30.0
 CALL_TIMEOUT_S = 30.0
 """Of a call that the agent answers within its own, shorter, bounds."""
 
+JOIN_SLICE_S = 10.0
+"""How often a launch that forms says what it waits for."""
+LAST_OUTCOME_S = 2.0
+"""`close` waits so long for the outcome of a save in flight, to tell it."""
+
 _UNSET: Any = object()
 _log = logging.getLogger("p2pckpt")
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a restore did: where the bytes came from, and the seconds of each stage."""
-
-    step: int
-    source: str
-    snapshot_bytes: int
-    bytes_from: dict[str, int]
-    seconds: dict[str, float]
-    meta: dict[str, Any]
-
-
-@dataclass
-class SaveHandle:
-    """One save. ``status``: "in flight", "committed", "aborted", "skipped" or "failed".
-
-    "skipped": this attempt was not taken on any rank; "aborted": it ended without commit;
-    "failed": this rank could not take part. ``reason`` says why.
-    """
-
-    step: int
-    status: str = "in flight"
-    reason: str = ""
-    _owner: Checkpointer | None = field(default=None, repr=False)
-    _ordinal: int = field(default=0, repr=False)
-
-    def done(self) -> bool:
-        """Has the save an end? Asks the agent, without waiting."""
-        if self.status == "in flight" and self._owner is not None:
-            self._owner._look(self, 0.0)
-        return self.status != "in flight"
-
-    def wait(self, timeout_s: float = 60.0) -> str:
-        """Wait for the commit. Returns "committed"; raises SaveAborted with the reason, or
-        TimeoutError if the save is still in flight."""
-        deadline = time.monotonic() + timeout_s
-        while self.status == "in flight" and self._owner is not None:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError(f"save of step {self.step}: in flight after {timeout_s:g} s")
-            self._owner._look(self, min(left_s, 5.0))
-        if self.status != "committed":
-            raise SaveAborted(f"save of step {self.step} {self.status}: {self.reason}")
-        return self.status
 
 
 class Checkpointer:
@@ -133,6 +93,8 @@ class Checkpointer:
         self._ordinal = 0
         self._restores = 0
         self._untold: list[w.SlotFailed] = []
+        self._pending: list[SaveHandle] = []
+        self._uncommitted = 0
         self._closed = False
         paths = (agent,) if agent else default_socket_paths(os.environ)
         self._link = AgentLink(paths)
@@ -144,16 +106,29 @@ class Checkpointer:
             layout=r.Layout.parse(layout),
             keep_last=keep_last,
             takeover=takeover,
-            timeout_s=join_timeout_s,
+            timeout_s=JOIN_SLICE_S,
         )
         try:
-            joined = self._link.call(self._join, join_timeout_s + CALL_TIMEOUT_S)
+            joined = self._join_launch(join_timeout_s)
         except BaseException:
             self._link.close()
             raise
-        assert isinstance(joined, w.Joined)
         self.generation = joined.generation
         self.node = joined.node
+
+    def _join_launch(self, timeout_s: float) -> w.Joined:
+        """Join, telling every few seconds what is waited for. Raises NotJoined, GenerationHeld."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                joined = self._link.call(self._join, JOIN_SLICE_S + CALL_TIMEOUT_S)
+                assert isinstance(joined, w.Joined)
+                return joined
+            except NotJoined as e:
+                if time.monotonic() >= deadline:
+                    self._link.call(w.Leave(), CALL_TIMEOUT_S)
+                    raise
+                _log.warning("joining job %s: %s", self.job.name, e)
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -170,6 +145,7 @@ class Checkpointer:
         handle = SaveHandle(step, _owner=self, _ordinal=self._ordinal)
         self._ordinal += 1
         try:
+            self._tell_outcomes(0.0)
             self._save(handle, state, meta)
         except Exception as e:
             handle.status, handle.reason = "failed", f"{type(e).__name__}: {e}"
@@ -179,7 +155,19 @@ class Checkpointer:
             self._trouble(f"save of step {step}", e)
             if self._on_error == "raise":
                 raise
+        self._pending.append(handle)
         return handle
+
+    def _tell_outcomes(self, wait_s: float) -> None:
+        """Look at earlier saves: one that did not commit is trouble that somebody must hear of."""
+        for handle in self._pending:
+            if handle.status == "in flight":
+                self.look(handle, wait_s)
+            if handle.status in ("aborted", "skipped"):
+                self._uncommitted += 1
+                why = SaveAborted(f"{handle.status}: {handle.reason}")
+                self._trouble(f"save of step {handle.step}", why)
+        self._pending = [h for h in self._pending if h.status == "in flight"][-16:]
 
     def _save(self, handle: SaveHandle, state: Any, meta: Mapping[str, Any] | None) -> None:
         ordinal, step = handle._ordinal, handle.step
@@ -204,7 +192,7 @@ class Checkpointer:
             raise
         self._call(w.SlotDone(ordinal, step, length, text))
 
-    def _look(self, handle: SaveHandle, wait_s: float) -> None:
+    def look(self, handle: SaveHandle, wait_s: float) -> None:
         """Bring a handle up to date, waiting at most `wait_s`."""
         try:
             ask = w.SaveStatus(handle._ordinal, handle.step, wait_s)
@@ -315,14 +303,21 @@ class Checkpointer:
         """Say good-bye to the agent; saves in flight go on in it."""
         if self._closed:
             return
-        self._closed = True
         try:
+            self._tell_outcomes(LAST_OUTCOME_S)
+            if self._uncommitted:
+                _log.warning(
+                    "job %s: %d of %d saves were not committed", self.job.name,
+                    self._uncommitted, self._ordinal,
+                )  # fmt: skip
+            self._closed = True
             self._link.call(w.Leave(), CALL_TIMEOUT_S)
         except Exception as e:
             self._trouble("close", e)
             if self._on_error == "raise":
                 raise
         finally:
+            self._closed = True
             self._link.close()
 
     def __enter__(self) -> Checkpointer:

@@ -46,7 +46,7 @@ class Config:
     spread: str = _setting("", "levels to spread shards over, e.g. 'rack,pod!' (! = required)")
     directory: str = _setting("/dev/shm/p2pckpt", "tmpfs directory that holds the RAM files")
     socket: str = _setting(
-        "", "Unix socket for trainers; default: see README, 'Where is the agent'"
+        "", "Unix socket for trainers; default: $XDG_RUNTIME_DIR/p2pckpt/agent.sock, else in /run"
     )
     listen: str = _setting("127.0.0.1", "address to listen on and to announce to peers")
     transport: str = _setting("ucx", "what moves payload: ucx")

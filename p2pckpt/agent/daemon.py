@@ -92,6 +92,10 @@ class Agent:
         for job in self.jobs.values():
             if trainer in job.seats:
                 return await job.call(trainer, request)
+        if isinstance(request, w.Leave):  # it gave up joining
+            for job in self.jobs.values():
+                await job.launches.trainer_gone(trainer)
+            return w.Accepted()
         raise NotSeated(f"pid {trainer.pid} has not joined a job here")
 
     async def on_gone(self, trainer: TrainerId) -> None:

@@ -148,7 +148,10 @@ class Launches:
         """
         ctx, home = self.ctx, self.ctx.home
         launch = self.launches.get(call.run_token)
-        if launch is None or launch.generation is not None:
+        stands = launch is not None and launch.generation is not None
+        if launch is not None and stands and launch.trainers.get(call.rank) == trainer:
+            return launch  # it stood up between two asks
+        if launch is None or stands:
             launch = self.launches[call.run_token] = Launch(call, began_at=home.now())
         known = (launch.call.world_size, launch.call.layout, launch.call.keep_last)
         if (call.world_size, call.layout, call.keep_last) != known:
@@ -159,13 +162,13 @@ class Launches:
         check_call(call)
         if launch.trainers.get(call.rank, trainer) != trainer:
             raise UsageError(f"rank {call.rank} joined twice, as pid {launch.trainers[call.rank]}")
-        launch.trainers[call.rank] = trainer
-        launch.join_id = home.doors.ids.new()
+        if call.rank not in launch.trainers:  # else it asks again, after a bounded wait
+            launch.trainers[call.rank] = trainer
+            launch.join_id = home.doors.ids.new()
         deadline = home.now() + min(call.timeout_s, home.config.join_timeout_s)
         waiting_for = "the ledger"
         while launch.generation is None:
             if home.now() >= deadline:
-                launch.trainers.pop(call.rank, None)
                 raise NotJoined(f"job {ctx.job}, rank {call.rank}: waited for {waiting_for}")
             try:
                 waiting_for = await self._advance(call, launch)

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from msgspec import structs
 
 from p2pckpt.agent.context import RETRY_S, Home
-from p2pckpt.errors import CheckpointError
+from p2pckpt.errors import CheckpointError, UsageError
 from p2pckpt.ports import Session
 
 
@@ -36,6 +36,8 @@ async def keep_session(home: Home, on_session: Callable[[], Awaitable[None]]) ->
             pause_s = home.config.keepalive_s if told else RETRY_S
         except CheckpointError as e:
             home.doors.notes("session_later", {"node": home.node, "why": str(e)})
+            if isinstance(e, UsageError):  # another store has our name: its lease must end first
+                pause_s = home.config.lease_s
         await asyncio.sleep(pause_s)
 
 

@@ -35,6 +35,7 @@ class HasContext(Protocol):
 async def status(home: Home, jobs: Mapping[str, HasContext]) -> dict[str, Any]:
     """The document."""
     arena = home.doors.arena
+    members = await _members(home)
     return {
         "schema_version": SCHEMA_VERSION,
         "node": home.node,
@@ -43,8 +44,12 @@ async def status(home: Home, jobs: Mapping[str, HasContext]) -> dict[str, Any]:
         "store_id": arena.store_id,
         "cut_off": home.cut_off,
         "ram": {"budget_bytes": arena.budget_bytes, "used_bytes": arena.used_bytes},
-        "members": await _members(home),
-        "jobs": {n: await _job(job.ctx) for n, job in sorted(jobs.items()) if _is_here(job.ctx)},
+        "members": members,
+        "jobs": {
+            name: await _job(job.ctx, members is not None)
+            for name, job in sorted(jobs.items())
+            if _is_here(job.ctx)
+        },
     }
 
 
@@ -61,7 +66,17 @@ async def _members(home: Home) -> list[str] | None:
         return None
 
 
-async def _job(ctx: JobContext) -> dict[str, Any]:
+def _last_abort(ctx: JobContext) -> dict[str, Any] | None:
+    """The newest attempt of the present generation, if it was aborted: when, and why."""
+    number = ctx.state.generation.number if ctx.state.generation else 0
+    known = [o for o in ctx.state.outcomes.values() if o.attempt.generation == number]
+    newest = max(known, key=lambda o: o.attempt.ordinal, default=None)
+    if newest is None or newest.verdict is not r.Verdict.ABORT:
+        return None
+    return {"step": newest.attempt.step, "by": newest.by, "reason": newest.reason}
+
+
+async def _job(ctx: JobContext, reachable: bool) -> dict[str, Any]:
     state = ctx.state
     closed, latest = state.current_lineage(), state.latest()
     document: dict[str, Any] = {
@@ -75,9 +90,12 @@ async def _job(ctx: JobContext) -> dict[str, Any]:
         "offload_due": [c.attempt.step for c in due(state, ctx.home.config.offload_every)],
         "held_bytes": sum(h.length for h in ctx.home.holdings.of_job(ctx.job)),
         "unreadable": dict(state.unreadable),
+        "last_abort": _last_abort(ctx),
         "redundancy": None,
     }
-    if latest is not None and state.committed(latest.attempt) is None:
+    if not reachable:
+        document["redundancy_why"] = "etcd does not answer"
+    elif latest is not None and state.committed(latest.attempt) is None:
         document["redundancy_why"] = f"step {latest.attempt.step} is in the object store only"
     elif latest is not None:
         try:

@@ -24,7 +24,7 @@ from typing import Any
 from p2pckpt import records as r
 from p2pckpt.agent.daemon import Agent
 from p2pckpt.backends.arena import TmpfsArena
-from p2pckpt.backends.budget import default_budget
+from p2pckpt.backends.budget import default_budget, file_system
 from p2pckpt.backends.etcd import Etcd
 from p2pckpt.backends.peers import GrpcPeers
 from p2pckpt.backends.trainers import SocketTrainers
@@ -32,7 +32,7 @@ from p2pckpt.backends.ucx import UcxTransport
 from p2pckpt.backends.ucx_flow import Limits
 from p2pckpt.backends.workers import SystemIds, ThreadWorkers
 from p2pckpt.config import Config
-from p2pckpt.errors import ConfigError
+from p2pckpt.errors import CheckpointError, ConfigError
 from p2pckpt.ports import Doors, ObjectStore
 
 Notes = Callable[[str, dict[str, Any]], None]
@@ -48,6 +48,9 @@ async def run_node(config: Config, socket: str, notes: Notes, stop: asyncio.Even
             budget, why = default_budget(config.directory)
         notes("budget", {"bytes": budget, "why": why})
         arena = TmpfsArena(config.directory, budget)
+        if (kind := file_system(config.directory)) not in ("tmpfs", "ramfs"):
+            advice = "every save goes to a disk; use a directory on tmpfs, as /dev/shm"
+            notes("WARNING", {"directory": config.directory, "is_on": kind, "so": advice})
         stack.callback(arena.close)
         workers = ThreadWorkers(config.workers)
         stack.callback(workers.close)
@@ -85,7 +88,15 @@ async def run_node(config: Config, socket: str, notes: Notes, stop: asyncio.Even
             task.cancel()
         results = await asyncio.gather(running, stopping, ready, return_exceptions=True)
         if isinstance(results[0], Exception):
-            raise results[0]
+            raise _cause(results[0])
+
+
+def _cause(error: Exception) -> Exception:
+    """The first error of ours inside of a task group's, or the error itself."""
+    while isinstance(error, ExceptionGroup):
+        ours = error.subgroup(CheckpointError)
+        error = (ours or error).exceptions[0]
+    return error
 
 
 def served(group: str) -> tuple[set[int], int | None]:

@@ -91,3 +91,13 @@ def _bounds_upwards(top: Path, place: Path) -> list[tuple[int, str]]:
         if group == top:
             break
     return bounds
+
+
+def file_system(directory: str | os.PathLike[str], root: str | os.PathLike[str] = "/") -> str:
+    """The kind of file system that a directory is or would be on, as "tmpfs" or "ext4"."""
+    place = Path(directory).absolute()
+    kinds = {}
+    for line in (Path(root) / "proc/mounts").read_text().splitlines():
+        _, on, kind, *_ = line.split()
+        kinds[Path(on.encode().decode("unicode_escape"))] = kind
+    return next((kinds[on] for on in (place, *place.parents) if on in kinds), "unknown")

@@ -92,7 +92,8 @@ class Etcd:
             self._calls.check_cluster(status.header, member)
             found[member.name] = status.version
             if not trial and (why := version_flaw(status.version)):
-                raise UsageError(f"etcd {member.name}: release {status.version} is refused: {why}")
+                refused = f"etcd {member.name}: release {status.version} is refused: {why}"
+                raise UsageError(f"{refused}; for a trial: --trial")
         if not found:
             raise LedgerUnavailable("etcd release: no member answers: " + "; ".join(failures))
         return found

@@ -30,9 +30,10 @@ CONFIG_FILE = "/etc/p2pckpt/agent.toml"
 def config_options(command: Any) -> Any:
     """One option for every setting, and `--config FILE`."""
     for f in reversed(fields(Config)):
-        command = click.option(
-            "--" + f.name.replace("_", "-"), f.name, default=None, help=f.metadata["why"]
-        )(command)
+        flag, kind = "--" + f.name.replace("_", "-"), type(f.default)
+        flag += f"/--no-{flag[2:]}" if kind is bool else ""
+        what = {"help": f.metadata["why"], "type": None if kind is bool else kind}
+        command = click.option(flag, f.name, default=None, **what)(command)
     text = f"TOML file; default: $P2PCKPT_CONFIG or {CONFIG_FILE}"
     return click.option("--config", "config_file", default=None, help=text)(command)
 

@@ -270,7 +270,7 @@ def check_etcd(endpoint: str, version: str, read_s: float, trial: bool) -> Check
     """One endpoint: may its release be trusted, and how long does it take to answer? Pure."""
     found = f"{endpoint}: {version}, a linearizable read takes {read_s * 1000:.1f} ms"
     if why := version_flaw(version):
-        do = f"update it: {why}" + ("" if trial else " (agents refuse it but with --trial true)")
+        do = f"update it: {why}" + ("" if trial else " (agents refuse it but with --trial)")
         return Check("etcd", WARN if trial else FAIL, found, do)
     if read_s > SLOW_LEDGER_S:
         do = "give etcd a faster disk or network: every commit waits for it"

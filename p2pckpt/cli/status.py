@@ -32,10 +32,13 @@ def ask_status(agent: str | None) -> dict[str, Any]:
 def status(agent: str | None, json_file: str | None) -> None:
     """How this node and its jobs stand; how many more node losses the newest step survives."""
     document = ask_status(agent)
-    degraded = document["cut_off"] or any(_degraded(job) for job in document["jobs"].values())
+    degraded = document["cut_off"] or document["members"] is None
+    degraded = degraded or any(_degraded(job) for job in document["jobs"].values())
     code = EXIT_DEGRADED if degraded else EXIT_DONE
     advice = "start agents on more nodes: repair brings back what is missing"
-    if document["cut_off"]:
+    if any(job["last_abort"] for job in document["jobs"].values()):
+        advice = "the reason of the aborted save says what to change"
+    if document["cut_off"] or document["members"] is None:
         advice = "see to it that etcd answers: `p2pckpt doctor` asks every endpoint"
     finish("status", json_file, document, _text(document), code, advice)
 
@@ -56,6 +59,8 @@ def ls(agent: str | None, json_file: str | None) -> None:
 
 def _degraded(job: dict[str, Any]) -> bool:
     redundancy = job["redundancy"]
+    if job["last_abort"] is not None:
+        return True
     if job["latest"] is None:
         return False
     return redundancy is None or redundancy["survivable_node_losses"] < redundancy["full"]
@@ -72,6 +77,8 @@ def _text(document: dict[str, Any]) -> str:
     for name, job in document["jobs"].items():
         lines.append(f"job {name}  generation {job['generation']}  {job['layout']}")
         lines.append(f"  committed steps  {' '.join(map(str, job['steps'])) or 'none'}")
+        if abort := job["last_abort"]:
+            lines.append(f"  newest save, step {abort['step']}, was ABORTED: {abort['reason']}")
         redundancy = job["redundancy"]
         if redundancy is not None:
             lines.append(

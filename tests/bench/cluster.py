@@ -124,13 +124,12 @@ class Cluster:
             "directory": directory,
             "socket": socket,
             "endpoints": self._etcd.endpoints[0],
-            "trial": "true",
             "ram-budget-bytes": self._budget_bytes,
             "lease-s": LEASE_S,
             "keepalive-s": KEEPALIVE_S,
             "lost-grace-s": GRACE_S,
         }
-        command = [sys.executable, "-m", "p2pckpt.cli.main", "agent"]
+        command = [sys.executable, "-m", "p2pckpt.cli.main", "agent", "--trial"]
         command += [part for k, v in options.items() for part in (f"--{k}", str(v))]
         keeper = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("P2PCKPT_")}

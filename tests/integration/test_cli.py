@@ -31,7 +31,7 @@ UID = os.getuid()
 P2PCKPT = (sys.executable, "-m", "p2pckpt.cli.main")
 SHORT = (
     *("--lease-s", "3", "--keepalive-s", "0.7", "--lost-grace-s", "1"),
-    *("--ram-budget-bytes", str(256 << 20), "--chunk-bytes", "65536", "--trial", "true"),
+    *("--ram-budget-bytes", str(256 << 20), "--chunk-bytes", "65536", "--trial"),
 )
 RECORDS = "p2pckpt/jobs/"
 
@@ -467,7 +467,7 @@ def flip_all(cluster, node, job):
 
 
 def test_doctor_on_a_node_that_works(cluster):
-    where = ("--endpoints", cluster.etcd.endpoints[0], "--trial", "true")
+    where = ("--endpoints", cluster.etcd.endpoints[0], "--trial")
     place = ("--directory", str(cluster.ram / "n0"), "--ram-budget-bytes", str(1 << 30))
     d = document("doctor", *where, *place, "--layout", "copies:1", code=4,
                  agent=cluster.socket("n0"))  # fmt: skip

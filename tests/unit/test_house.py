@@ -22,7 +22,7 @@ ROWS = [
     ("p2pckpt.coding",),
     ("p2pckpt.records", "p2pckpt.config", "p2pckpt.telemetry"),
     ("p2pckpt.ports", "p2pckpt.wire", "p2pckpt.jobstate"),
-    ("p2pckpt.save", "p2pckpt.restore", "p2pckpt.backends", "p2pckpt.launch"),
+    ("p2pckpt.save", "p2pckpt.restore", "p2pckpt.backends", "p2pckpt.launch", "p2pckpt.handles"),
     ("p2pckpt.agent", "p2pckpt.checkpointer"),
     ("p2pckpt",),  # the package's own face: what `import p2pckpt` gives
     ("p2pckpt.integrations",),
@@ -87,7 +87,7 @@ TORCH = {
 }  # fmt: skip
 DOORS = (
     "p2pckpt/backends/", "p2pckpt/demo/", "p2pckpt/cli/", "p2pckpt/checkpointer.py",
-    "p2pckpt/launch.py",
+    "p2pckpt/launch.py", "p2pckpt/handles.py",
 )  # fmt: skip
 """Where time, chance, environment, sockets, threads and processes may be."""
 
