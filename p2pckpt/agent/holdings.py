@@ -12,6 +12,7 @@ late writer finds only its own file. Nothing here decides whether an attempt may
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -86,6 +87,7 @@ class Holdings:
         self._files: dict[str, Held] = {}
         self._takes = 0
         self._preparing: dict[tuple[str, r.FileKind], int] = {}
+        self._prepared: dict[tuple[str, r.FileKind], asyncio.Event] = {}
 
     def adopt(self) -> list[Held]:
         """At start: take over every file that an earlier agent of this store left WHOLE."""
@@ -135,6 +137,9 @@ class Holdings:
         self._outgrown(want.attempt.job, (want.kind, want.owner, want.part), need)
         self._give_back_idle()
         free = self._reusable(want, need)
+        if free is None and self._preparing.get((want.attempt.job, want.kind)):
+            await self._prepared[want.attempt.job, want.kind].wait()  # as long as making one
+            free = self._reusable(want, need)
         if free is None:
             name = f"{want.kind}-{self._new_name()[:16]}"
             capacity = need
@@ -172,12 +177,15 @@ class Holdings:
                 return
             self._outgrown(job, (kind, "", 0), capacity)  # prepared before, and never used
             self._preparing[job, kind] = self._preparing.get((job, kind), 0) + 1
+            ready = self._prepared.setdefault((job, kind), asyncio.Event())
+            ready.clear()
             try:
                 name = f"{kind}-{self._new_name()[:16]}"
                 await self._arena.reserve(name, capacity)
                 self._files[name] = Held(name, capacity, kind, job, freed_at=self._takes)
             finally:
                 self._preparing[job, kind] -= 1
+                ready.set()
 
     def _outgrown(self, job: str, use: tuple[r.FileKind, str, int], need: int) -> None:
         """Give up free files that were last of a use (kind, owner, part) that now needs more."""
