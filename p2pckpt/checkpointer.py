@@ -47,6 +47,8 @@ LOG_EVERY_S = 30.0
 CALL_TIMEOUT_S = 30.0
 """Of a call that the agent answers within its own, shorter, bounds."""
 
+LOOK_TIMEOUT_S = 5.0
+"""Of a look at a save, which a living agent answers at once."""
 JOIN_SLICE_S = 10.0
 """How often a launch that forms says what it waits for."""
 LAST_OUTCOME_S = 2.0
@@ -159,12 +161,19 @@ class Checkpointer:
         return handle
 
     def _tell_outcomes(self, wait_s: float) -> None:
-        """Look at earlier saves: one that did not commit is trouble that somebody must hear of."""
+        """Look at earlier saves: one that did not commit is trouble that somebody must hear of.
+
+        Waits at most `wait_s` in all, and asks an agent that does not answer only once.
+        """
+        deadline = time.monotonic() + wait_s
         for handle in self._pending:
+            troubles = self.errors
             if handle.status == "in flight":
-                self.look(handle, wait_s)
+                self.look(handle, max(0.0, deadline - time.monotonic()))
+            if handle.status == "in flight" and self.errors > troubles:
+                break
+            self._uncommitted += handle.status in ("aborted", "skipped", "failed")
             if handle.status in ("aborted", "skipped"):
-                self._uncommitted += 1
                 why = SaveAborted(f"{handle.status}: {handle.reason}")
                 self._trouble(f"save of step {handle.step}", why)
         self._pending = [h for h in self._pending if h.status == "in flight"][-16:]
@@ -196,7 +205,7 @@ class Checkpointer:
         """Bring a handle up to date, waiting at most `wait_s`."""
         try:
             ask = w.SaveStatus(handle._ordinal, handle.step, wait_s)
-            reply = self._call(ask, wait_s + CALL_TIMEOUT_S)
+            reply = self._call(ask, wait_s + LOOK_TIMEOUT_S)
         except AgentUnreachable as e:
             self._trouble(f"status of step {handle.step}", e)
             time.sleep(min(wait_s, 0.2))
