@@ -165,13 +165,12 @@ class Checkpointer:
 
         Waits at most `wait_s` in all, and asks an agent that does not answer only once.
         """
-        deadline = time.monotonic() + wait_s
+        deadline, silent = time.monotonic() + wait_s, False
         for handle in self._pending:
             troubles = self.errors
-            if handle.status == "in flight":
+            if handle.status == "in flight" and not silent:
                 self.look(handle, max(0.0, deadline - time.monotonic()))
-            if handle.status == "in flight" and self.errors > troubles:
-                break
+                silent = handle.status == "in flight" and self.errors > troubles
             self._uncommitted += handle.status in ("aborted", "skipped", "failed")
             if handle.status in ("aborted", "skipped"):
                 why = SaveAborted(f"{handle.status}: {handle.reason}")

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from torch import distributed
 
+from p2pckpt.errors import UsageError
+
 _made = 0
 """Launches that this process found; all ranks of a launch count alike."""
 
@@ -32,19 +34,25 @@ class Launch:
         """From torchrun's or Slurm's variables; else a launch of one rank.
 
         The run token is a nonce that rank 0 puts in torch.distributed's store, if that is
-        initialised; else it is made of the launcher's own variables.
+        initialised; else it is made of the launcher's own variables. Raises UsageError.
         """
         e = environ
         if "RANK" in e and "WORLD_SIZE" in e:
-            rank, size = int(e["RANK"]), int(e["WORLD_SIZE"])
+            rank, size = _number(e, "RANK"), _number(e, "WORLD_SIZE")
             names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
         elif "SLURM_PROCID" in e and "SLURM_NTASKS" in e:
-            rank, size = int(e["SLURM_PROCID"]), int(e["SLURM_NTASKS"])
+            rank, size = _number(e, "SLURM_PROCID"), _number(e, "SLURM_NTASKS")
             names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         else:
             return cls(0, 1, uuid.uuid4().hex)
         token = _shared_nonce(rank) or "/".join(e.get(name, "") for name in names)
         return cls(rank, size, token)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    if not environ[name].isdecimal():
+        raise UsageError(f"{name}={environ[name]!r}: needs a whole number, 0 or more")
+    return int(environ[name])
 
 
 def _shared_nonce(rank: int) -> str:
