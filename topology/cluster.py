@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from typing import Any, TypeVar
@@ -39,12 +39,15 @@ class Node:
     """One agent: its name, its host, and its label at each level that is known.
 
     ``domains`` may be given as a mapping or as pairs, e.g. ``{"rack": "r1", "pod": "p0"}``; it is
-    kept as pairs sorted by level. Raises TopologyError for an empty name or a level given twice.
+    kept as pairs sorted by level. ``seat`` is the (host, name) by which placing orders the nodes:
+    its own, or that of the node it took over from (:meth:`Cluster.swapped`).
+    Raises TopologyError for an empty name or a level given twice.
     """
 
     name: str
     host: str
     domains: tuple[tuple[str, str], ...] = ()
+    seat: tuple[str, str] = ("", "")
 
     def __post_init__(self) -> None:
         given: Any = self.domains
@@ -54,6 +57,8 @@ class Node:
             raise TopologyError(
                 f"a node needs a name and a host, got name {self.name!r}, host {self.host!r}"
             )
+        if not any(self.seat):
+            object.__setattr__(self, "seat", (self.host, self.name))
         if len(dict(pairs)) != len(pairs):
             raise TopologyError(f"node {self.name!r}: a level is labelled twice in {pairs}")
         for level, label in pairs:
@@ -73,8 +78,8 @@ class Node:
 class Cluster:
     """An immutable set of nodes with unique names, and its levels from narrow to wide.
 
-    Raises TopologyError for a name given twice, a label at a level that the cluster does not
-    have, or a host whose nodes are labelled differently.
+    Raises TopologyError for a name or seat given twice, a label at a level that the cluster does
+    not have, or a host whose nodes are labelled differently.
     """
 
     nodes: tuple[Node, ...]
@@ -91,11 +96,16 @@ class Cluster:
                 f"levels must be distinct names other than 'node' and 'host', got {self.levels}"
             )
         hosts: dict[str, Node] = {}
+        seats: dict[tuple[str, str], str] = {}
         previous = None
         for node in self.nodes:
             if node.name == previous:
                 raise TopologyError(f"node {node.name!r} is given twice")
             previous = node.name
+            if seats.setdefault(node.seat, node.name) != node.name:
+                raise TopologyError(
+                    f"nodes {seats[node.seat]!r} and {node.name!r} have one seat, {node.seat}"
+                )
             for level, _ in node.domains:
                 if level not in self.levels:
                     raise TopologyError(
@@ -160,6 +170,13 @@ class Cluster:
         """This cluster and one node more; TopologyError where the name is taken."""
         return Cluster((*self.nodes, node), self.levels)
 
+    def swapped(self, old: str, new: Node) -> Cluster:
+        """This cluster with ``new`` in the seat of node ``old``: whatever its name, each policy
+        gives it what ``old`` would get, and no other shard moves if its labels are alike.
+        """
+        seat = self.node(old).seat
+        return self.without({old}).with_node(replace(new, seat=seat))
+
     def nests(self, levels: tuple[str, ...]) -> bool:
         """Whether ``levels`` form a tree: who shares a domain shares every wider one.
 
@@ -190,12 +207,14 @@ class Cluster:
         for node in self.nodes:
             labels = dict(node.domains)
             path = tuple(labels.get(level, "") for level in reversed(self.levels))
-            cells.setdefault(path, []).append((node.host, node.name))
+            cells.setdefault(path, []).append(node.seat)
+        named = {node.seat: node.name for node in self.nodes}
         placed: list[tuple[float, int, str]] = []
         for turn, cell in enumerate(_take_turns(list(cells))):
             order = _take_turns(cells[cell])
             placed += [
-                ((2 * j + 1) / (2 * len(order)), turn, name) for j, (_, name) in enumerate(order)
+                ((2 * j + 1) / (2 * len(order)), turn, named[host, name])
+                for j, (host, name) in enumerate(order)
             ]
         return tuple(name for _, _, name in sorted(placed))
 

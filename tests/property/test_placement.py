@@ -1,19 +1,24 @@
 """Placement and survival against brute force on small random clusters."""
 
 import itertools
+import math
 from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topology import (
+    POLICIES,
     Cluster,
     Level,
     Node,
+    Policy,
     Rules,
     Share,
     TopologyError,
+    odds,
     place,
+    place_all,
     survivable_losses,
     survives,
     why_not,
@@ -162,6 +167,143 @@ def test_equal_domains_are_loaded_exactly_alike(pods, racks, hosts, agents, rule
     rule = Rules(rule.k, rule.m, tuple(Level(level.name) for level in rule.spread))
     held = Counter(n for node in nodes for n in place(cluster, node.name, rule).nodes)
     assert len({held[node.name] for node in nodes}) == 1
+
+
+# -- all policies ---------------------------------------------------------------------------------
+
+others = st.one_of(
+    st.sampled_from([Policy(name) for name in POLICIES[1:]]),
+    st.builds(lambda seed: Policy("random", seed=seed), st.integers(0, 99)),
+    st.builds(lambda scatter: Policy("copysets", scatter=scatter), st.integers(1, 2)),
+)
+
+
+def preferred(rule):
+    return Rules(rule.k, rule.m, tuple(Level(level.name) for level in rule.spread))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), clusters(), rules(), others)
+def test_every_policy_keeps_the_rules_that_it_does_not_call_degraded(data, cluster, rule, policy):
+    rule = preferred(rule)
+    names = [node.name for node in cluster.nodes]
+    excluded = frozenset(data.draw(st.sets(st.sampled_from(names), max_size=2)))
+    placements = place_all(cluster, rule, excluded, policy)
+    assert placements == place_all(Cluster(cluster.nodes, LEVELS), rule, excluded, policy)
+    for owner, placement in placements.items():
+        default = place(cluster, owner, rule, excluded)
+        hosts = [cluster.domain(name, "host") for name in placement.nodes]
+        assert len({*hosts, cluster.domain(owner, "host")}) == len(hosts) + 1
+        assert len(hosts) == len(default.nodes)
+        assert excluded.isdisjoint(placement.nodes)
+        said = {sentence.split(":")[0] for sentence in placement.degraded}
+        for level in rule.spread:
+            assert level.name in said or meets(cluster, owner, placement.nodes, rule, level.name)
+        if policy.name not in ("ring", "random"):  # the rules that the default meets are met
+            assert said <= {sentence.split(":")[0] for sentence in default.degraded}
+        else:
+            assert ("policy" in said) == bool(rule.spread)
+
+
+def least_spread(cluster, rule):
+    """The least (max - min load) over all placements that meet the host rule, by brute force."""
+    names = [node.name for node in cluster.nodes]
+    options = [
+        list(choices(cluster, owner, len(place(cluster, owner, rule).nodes), ())) for owner in names
+    ]
+    seen = {(0,) * len(names)}
+    at = {name: i for i, name in enumerate(names)}
+    for option in options:
+        after = set()
+        for load in seen:
+            for choice in option:
+                new = list(load)
+                for name in choice:
+                    new[at[name]] += 1
+                after.add(tuple(new))
+        seen = after
+    return min(max(load) - min(load) for load in seen)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 2), min_size=2, max_size=4), st.integers(1, 2), others)
+def test_loads_differ_by_no_more_than_they_must(agents, count, policy):
+    """With two agents on some hosts, loads cannot always be equal: brute force says how near."""
+    cluster = Cluster(
+        tuple(Node(f"n{h}{a}", f"h{h}") for h, n in enumerate(agents) for a in range(n)), LEVELS
+    )
+    rule = Rules(count, 0)
+    held = Counter(n for p in place_all(cluster, rule, policy=policy).values() for n in p.nodes)
+    load = [held[node.name] for node in cluster.nodes]
+    assert max(load) - min(load) <= max(1, least_spread(cluster, rule))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(2, 4), rules(), others)
+def test_every_policy_loads_equal_domains_alike(pods, racks, hosts, rule, policy):
+    nodes = [
+        Node(f"{p}{r}{h}", f"h{p}{r}{h}", {"pod": f"p{p}", "rack": f"r{p}{r}"})
+        for p, r, h in itertools.product(*map(range, (pods, racks, hosts)))
+    ]
+    cluster = Cluster(tuple(nodes), LEVELS)
+    placements = place_all(cluster, preferred(rule), policy=policy)
+    held = Counter(n for placement in placements.values() for n in placement.nodes)
+    load = [held[node.name] for node in nodes]
+    assert max(load) - min(load) <= 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), clusters(), rules(), st.sampled_from([Policy(name) for name in POLICIES]))
+def test_who_takes_a_seat_takes_its_shards_and_nothing_else_moves(data, cluster, rule, policy):
+    rule = preferred(rule)
+    old = data.draw(st.sampled_from(cluster.nodes))
+    if sum(node.host == old.host for node in cluster.nodes) > 1:
+        return
+    new = Node(data.draw(st.sampled_from(("a", "n0", "zz"))), "fresh", old.domains)
+    before = place_all(cluster, rule, policy=policy)
+    after = place_all(cluster.swapped(old.name, new), rule, policy=policy)
+    rename = {old.name: new.name}
+    assert {owner: placement.nodes for owner, placement in after.items()} == {
+        rename.get(owner, owner): tuple(rename.get(name, name) for name in placement.nodes)
+        for owner, placement in before.items()
+    }
+
+
+# -- what survives, surely and probably -----------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), clusters(), st.sampled_from(("node", "host", "rack", "pod")))
+def test_odds_against_brute_force(data, cluster, level):
+    """Every set of nodes that may be down besides: exact without a window, never below the truth
+    with one, and above it by no more than one share's chance for another's."""
+    shares = [s for s in data.draw(checkpoints(cluster)) if survives(s, frozenset())]
+    if not shares:
+        return
+    (exact,) = odds(shares, cluster, {level: 0.5}).hazards
+    domains = cluster.members(level)
+    deadly = {d for d, names in domains.items() if why_not(shares, set(names))}
+    assert set(exact.deadly) == deadly
+    assert abs(exact.chance - len(deadly) / len(domains)) < 1e-12
+    assert exact.per_hour == 0.5 * len(domains)
+
+    down = 0.02
+    rate = {"node": -math.log1p(-down), level: 0.5}
+    hazard = odds(shares, cluster, rate, 1.0).hazards[-1]
+    if level == "node":
+        down = -math.expm1(-0.5)
+    truth = each = 0.0
+    for lost in domains.values():
+        touched = [
+            s for s in shares if {*s.holders, *([s.owner] if s.own_copy else [])} & set(lost)
+        ]
+        rest = [node.name for node in cluster.nodes if node.name not in lost]
+        for gone in (c for n in range(len(rest) + 1) for c in itertools.combinations(rest, n)):
+            chance = down ** len(gone) * (1 - down) ** (len(rest) - len(gone)) / len(domains)
+            dead = len(why_not(touched, {*lost, *gone}))
+            truth += chance * bool(dead)
+            each += chance * dead
+    assert truth - 1e-9 <= hazard.chance <= each + 1e-9
 
 
 def labelings(cluster, level):
