@@ -1,0 +1,166 @@
+"""`p2pckpt simulate run|compare|recommend`: what failures cost, from a scenario file.
+
+A scenario is a TOML file, or the name of one that comes with the package. Every command can change
+inputs (`--set recovery.init_s=5`) and replay a trace in place of the scenario's failures. `run`
+writes a JSON document, a CSV table and figures into a folder; figures need matplotlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from p2pckpt.cli.output import EXIT_DEGRADED, EXIT_DONE, emit, finish, json_option, progress
+from p2pckpt.errors import UsageError
+
+if TYPE_CHECKING:  # numpy and the model are loaded by who asks for them
+    from simulations.scenario import Scenario
+    from simulations.study import Progress
+
+NO_FIGURES = "no figure was drawn: matplotlib is not installed\npip install 'p2pckpt[study]'"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _inputs(command: F) -> F:
+    """Add the scenario, `--set` and `--trace`."""
+    changed = click.option(
+        "--set", "changes", multiple=True, metavar="KEY=NUMBER", help="Change one input."
+    )
+    traced = click.option("--trace", default=None, metavar="FILE", help="Replay these losses.")
+    return click.argument("scenario", metavar="SCENARIO")(changed(traced(command)))
+
+
+def _effort(command: F) -> F:
+    """Add `--runs` and `--seed`."""
+    runs = click.option(
+        "--runs", default=200, show_default=True, type=click.IntRange(2), help="Histories."
+    )
+    seed = click.option("--seed", default=1, show_default=True, help="One seed is one study.")
+    return runs(seed(command))
+
+
+def _scenario(name: str, changes: tuple[str, ...], trace: str | None) -> Scenario:
+    """Raises UsageError, ConfigError, FormatError."""
+    from simulations.scenario import load
+    from simulations.traces import load as load_trace
+
+    found = load(name)
+    for change in changes:
+        key, _, value = change.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            raise UsageError(f"--set {change}: needs KEY=NUMBER, as recovery.init_s=5") from None
+        whole = key in ("fleet.nodes", "fleet.spares", "recovery.evict_group")
+        found = found.varied(key, int(number) if whole else number)
+    if trace is None:
+        return found
+    replayed = load_trace(Path(trace))
+    losses = tuple(replayed.losses())
+    if not losses:
+        raise UsageError(f"--trace {trace}: no node was lost in it")
+    hazards = replace(found.hazards, mtbf_s=replayed.duration_s / len(losses), mtbf_counts="node")
+    return replace(
+        found, hazards=hazards, losses=losses, horizon_s=replayed.duration_s, mtbf_sweep_s=()
+    )
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    """Progress on stderr, a bar for each part of the work."""
+    with progress() as shown:
+        tasks: dict[str, Any] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = shown.add_task(what, total=total)
+            shown.update(tasks[what], completed=done)
+
+        yield tell
+
+
+@click.command()
+@_inputs
+@_effort
+@click.option(
+    "--out", default="simulation-results", show_default=True, metavar="DIR", help="Where to write."
+)
+@click.option("--figures/--no-figures", default=True, help="Draw figures (needs matplotlib).")
+@json_option
+def run(scenario: str, out: str, figures: bool, json_file: str | None, **options: Any) -> None:
+    """The whole study of SCENARIO: tables, curves, figures.
+
+    Exit codes: 0 done, 4 done, but matplotlib is missing.
+    """
+    from simulations import report, study
+
+    chosen = _scenario(scenario, options["changes"], options["trace"])
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UsageError(f"--out {out}: {e.strerror}") from e
+    with _bar() as tell:
+        found = study.study(chosen, options["runs"], options["seed"], tell)
+    document = report.document(found)
+    emit(str(folder / f"{chosen.name}.json"), document)
+    (folder / f"{chosen.name}.csv").write_text(report.csv_text(found.rows))
+    files, missing = [f"{chosen.name}.json", f"{chosen.name}.csv"], False
+    if figures:
+        try:
+            from simulations import figures as drawing
+        except ImportError:
+            missing = True
+        else:
+            files += drawing.draw(found, folder)
+    text = report.text(found) + f"\n\nwritten to {folder}: {', '.join(files)}"
+    code, advice = (EXIT_DEGRADED, NO_FIGURES) if missing else (EXIT_DONE, "")
+    finish("simulate run", json_file, {**document, "files": files}, text, code, advice)
+
+
+@click.command()
+@_inputs
+@click.argument("schemes", nargs=-1)
+@_effort
+@json_option
+def compare(scenario: str, schemes: tuple[str, ...], json_file: str | None, **options: Any) -> None:
+    """SCHEMES (default: the scenario's) on the same failures; differences are to the first.
+
+    A scheme is s3, local, copies:R, rs:K,M, xor:G or parity:G,F, with @POLICY behind it.
+    """
+    from simulations import report, study
+
+    chosen = _scenario(scenario, options["changes"], options["trace"])
+    runs, seed = options["runs"], options["seed"]
+    with _bar() as tell:
+        rows = study.compare(chosen, schemes or chosen.schemes, runs, seed, tell)
+    document = {
+        **report.origin(chosen, runs, seed), "rows": [report.row_document(row) for row in rows]
+    }  # fmt: skip
+    text = f"{chosen.about}\n\n{report.table(rows)}\n\n{report.effort(rows, runs)}"
+    finish("simulate compare", json_file, document, text)
+
+
+@click.command()
+@_inputs
+@json_option
+def recommend(scenario: str, json_file: str | None, **options: Any) -> None:
+    """Layout, placement, intervals, spares and RAM for the cluster of SCENARIO, and why.
+
+    Exit codes: 0 done, 4 done, with warnings.
+    """
+    from simulations import recommend as advise
+    from simulations import report
+
+    chosen = _scenario(scenario, options["changes"], options["trace"])
+    advice = advise.recommend(chosen)
+    document = {**report.origin(chosen, 0, 0), **advise.document(advice)}
+    code = EXIT_DEGRADED if advice.warnings else EXIT_DONE
+    said = "\n".join((*advice.warnings[:1], "change the cluster, or accept what it cannot keep"))
+    finish("simulate recommend", json_file, document, advise.text(advice), code, said)

@@ -1,0 +1,74 @@
+"""A trace drives the model: the failures of a file instead of those of a failure process.
+
+Intuition: the losses of a trace come when they came, as many nodes at once as there were; which
+nodes they were, and of which cause, is not in the file and is drawn. So one trace gives many runs,
+whose spread says how much of the answer is luck of the nodes.
+
+Contract: `drive` runs every scheme on the same histories, for as long as the trace is, with the
+trace's own MTBF: the decider knows what the job will meet. The scenario's own failure processes
+stand still; its causes, stages, links and spares hold. Raises UsageError for a trace without a
+loss, ConfigError where the fleet is smaller than a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from p2pckpt.errors import UsageError
+from simulations.hazards import replay
+from simulations.model import Outcome, run
+from simulations.plan import prepare
+from simulations.scenario import Scenario
+from simulations.schemes import parse
+from simulations.statistics import Estimate, mean
+from simulations.traces import Trace
+
+
+@dataclass(frozen=True)
+class Driven:
+    """What one scheme made of a trace; counts over all runs, times in seconds."""
+
+    scheme: str
+    interval_s: float
+    ettr: Estimate
+    lost_work_s: float
+    failures: int
+    incidents: int
+    fallbacks: int
+
+
+def drive(
+    scenario: Scenario, trace: Trace, names: Sequence[str], runs: int, seed: int
+) -> list[Driven]:
+    """Each scheme under the trace, ``runs`` times with other nodes lost."""
+    losses = trace.losses()
+    if not losses or runs < 2:
+        raise UsageError(
+            f"trace {trace.name}: needs a loss and 2 runs, has {len(losses)} losses, {runs} runs"
+        )
+    job = scenario.varied("horizon_s", trace.duration_s)
+    job = job.varied("hazards.mtbf_s", trace.duration_s / len(losses))
+    seeds = np.random.SeedSequence(seed).spawn(runs)
+    histories = [replay(job, losses, one) for one in seeds]
+    found = []
+    for name in names:
+        plan = prepare(job, parse(name))
+        outcomes = [run(plan, history) for history in histories]
+        found.append(_driven(plan.scheme.name, plan.interval_s, outcomes))
+    return found
+
+
+def _driven(name: str, interval_s: float, outcomes: Sequence[Outcome]) -> Driven:
+    lost = [seconds for outcome in outcomes for seconds in outcome.lost_work_s]
+    return Driven(
+        scheme=name,
+        interval_s=interval_s,
+        ettr=mean([outcome.ettr for outcome in outcomes]),
+        lost_work_s=sum(lost) / len(lost) if lost else 0.0,
+        failures=sum(outcome.failures for outcome in outcomes),
+        incidents=sum(outcome.incidents for outcome in outcomes),
+        fallbacks=sum(outcome.fallbacks for outcome in outcomes),
+    )

@@ -1,0 +1,95 @@
+"""The decider of save intervals: published optima, bounds, reasons, and the flat valley."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pckpt.errors import UsageError
+from p2pckpt.save.schedule import (
+    FLAT,
+    Tier,
+    decide_schedule,
+    failure_rate,
+    interval_overhead,
+    optimum_s,
+)
+
+
+@pytest.mark.parametrize(("mtbf_min", "printed"), [(1440, 117), (360, 57), (15, 9.1)])
+def test_dalys_printed_optima(mtbf_min, printed):
+    # Daly, FGCS 2006: dump time 5 min.
+    assert optimum_s(5, mtbf_min) == pytest.approx(printed, abs=0.5 if printed > 10 else 0.05)
+
+
+def test_a_save_dearer_than_two_failures_is_made_once_a_failure():
+    assert optimum_s(100, 50) == 50
+
+
+def test_two_clocks_have_two_optima():
+    ram, store = Tier(0.2, 0.1, 1, 3600), Tier(20, 100, 60, 86400)
+    found = decide_schedule(ram, store, 1 / 10_000, 0.01)
+    assert found.ram.interval_s == pytest.approx(optimum_s(0.2, 10_000 / 0.99))
+    assert found.store.interval_s == pytest.approx(optimum_s(20, 1e6), rel=0.02)
+    assert found.store.interval_s == found.offload_every * found.ram.interval_s
+    assert "Daly" in found.reasons[0]
+    assert len(found.reasons) == 2
+
+
+def test_bounds_are_said():
+    slow = decide_schedule(Tier(0.1, 300, 1, 3600), None, 1 / 3600, 0)
+    assert slow.ram.interval_s == 300
+    assert "settle" in slow.ram.reason
+    assert "lower bound" in decide_schedule(Tier(0, 0, 7, 90), None, 1e-4, 0).ram.reason
+    high = decide_schedule(Tier(9, 0, 1, 10), None, 1e-6, 0).ram
+    assert high.interval_s == 10
+    assert "upper bound" in high.reason
+    never = decide_schedule(Tier(1, 0, 1, 500), None, 0, 0).ram
+    assert never.interval_s == 500
+    assert "no failure" in never.reason
+
+
+def test_an_upload_longer_than_the_wish_bounds_the_store():
+    found = decide_schedule(Tier(1, 1, 10, 10), Tier(0, 95, 1, 1000), 1e-3, 0.5)
+    assert found.offload_every == 10
+
+
+@given(
+    st.floats(1e-3, 100), st.floats(0, 100), st.floats(1e-7, 1e-2), st.floats(1, 100),
+    st.floats(1, 100),
+)  # fmt: skip
+def test_nothing_within_the_bounds_is_much_better(block, settle, rate, low, times):
+    tier = Tier(block, settle, low, low * times)
+    found = decide_schedule(tier, None, rate, 0).ram
+    least, most = max(low, settle), max(low * times, settle)
+    assert least <= found.interval_s <= most
+    assert found.flat_s[0] <= found.interval_s <= found.flat_s[1]
+    mtbf = 1 / rate
+    # The model is of first order: it judges Daly's higher-order optimum only where saves are cheap.
+    if block < 0.01 * mtbf:
+        grid = [least * (most / least) ** (i / 50) for i in range(51)]
+        best = min(interval_overhead(tier, rate, t) for t in grid)
+        assert found.overhead <= best * 1.02 + 1e-12
+        for end in found.flat_s:
+            assert interval_overhead(tier, rate, end) <= found.overhead + FLAT * 1.001
+
+
+def test_a_rate_is_learned():
+    assert failure_rate(1e-4, 1e5, 0, 0) == pytest.approx(1e-4)
+    assert failure_rate(1e-4, 1e5, 0, 1e6) < 1e-4
+    assert failure_rate(1e-4, 1e5, 1000, 1e6) == pytest.approx(1e-3, rel=0.1)
+    with pytest.raises(UsageError, match="longer than 0"):
+        failure_rate(1, 0, 0, 0)
+
+
+@pytest.mark.parametrize("bad", [(-1, 0, 1, 2), (0, 0, 0, 2), (0, 0, 3, 2)])
+def test_bad_tiers_are_refused(bad):
+    with pytest.raises(UsageError, match="tier"):
+        Tier(*bad)
+
+
+@pytest.mark.parametrize(("rate", "share"), [(-1, 0), (1, 2), (math.inf * 0, 0)])
+def test_bad_rates_are_refused(rate, share):
+    with pytest.raises(UsageError, match="schedule"):
+        decide_schedule(Tier(1, 1, 1, 2), None, rate, share)
