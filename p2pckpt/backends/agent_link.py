@@ -15,8 +15,8 @@ them by accident, and its end leaves the parent's connection as it was. One thre
 
 from __future__ import annotations
 
-import mmap
 import os
+import select
 import socket
 import stat
 import time
@@ -24,11 +24,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2pckpt import errors, wire
+from p2pckpt.backends import pages
 from p2pckpt.errors import AgentUnreachable, CheckpointError, FormatError, UsageError
 from p2pckpt.records import Record
 
 _CONNECT_S = 2.0
-"""An agent whose queue of connections is full for longer does not answer."""
+"""An agent whose queue of connections is full for longer does not answer. For all paths."""
 
 _MAX_FRAME_BYTES = wire.MAX_FRAME_BYTES + 4096
 """Of a reply: the largest envelope with its first line."""
@@ -38,7 +39,7 @@ _MAX_FRAME_BYTES = wire.MAX_FRAME_BYTES + 4096
 class _Mapped:
     """A file of the agent's as we see it: `inode` tells a new file from an old one of its name."""
 
-    memory: mmap.mmap
+    memory: memoryview
     inode: int
     writable: bool
     length: int
@@ -53,7 +54,8 @@ class AgentLink:
         self._paths = tuple(paths)
         self._pid = os.getpid()
         self._mapped: dict[str, _Mapped] = {}
-        self._sock: socket.socket | None = _connect(self._paths)
+        self._board = ""
+        self._sock: socket.socket | None = _connect(self._paths, _CONNECT_S)
 
     def __enter__(self) -> AgentLink:
         return self
@@ -70,7 +72,7 @@ class AgentLink:
         packed = wire.pack(request)
         deadline_s = time.monotonic() + timeout_s
         if self._sock is None:
-            self._sock = _connect(self._paths)
+            self._sock = _connect(self._paths, min(_CONNECT_S, timeout_s))
         descriptors: list[int] = []
         answered = False
         try:
@@ -81,13 +83,16 @@ class AgentLink:
                 pass  # an agent that refuses us has said why before it closed
             reply = _receive(self._sock, deadline_s, descriptors)
             answered = True
-            if isinstance(reply, wire.Slot | wire.RestoreFile):
+            if wire.file_of(reply) is not None:
                 self._map(reply, descriptors)
+            if isinstance(reply, wire.Joined):
+                self.release(self._board)
+                self._board = reply.board
             if isinstance(reply, wire.Slot) and reply.slots:
-                for file in self._mapped.keys() - {reply.file, *reply.slots}:
+                for file in self._mapped.keys() - {reply.file, self._board, *reply.slots}:
                     self.release(file)  # its pages would stay beyond the agent's budget
         except OSError as e:
-            why = f"no reply within {timeout_s} s" if isinstance(e, TimeoutError) else str(e)
+            why = f"no reply within {timeout_s:.3g} s" if isinstance(e, TimeoutError) else str(e)
             what = type(request).__name__
             raise AgentUnreachable(
                 f"{what}: the agent's connection broke ({why}); it may have been carried out"
@@ -101,23 +106,29 @@ class AgentLink:
             raise _error(reply)
         return reply
 
+    @property
+    def broken(self) -> bool:
+        """Has the agent left since its last answer? One that only stands still has not."""
+        if self._sock is None:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))  # nothing comes unasked, but the end
+
     def map(self, file: str) -> memoryview:
-        """The memory of a Slot (writable, its capacity) or RestoreFile (read-only, its length).
+        """The memory of a Slot (writable, its capacity), a RestoreFile (read-only, its length), or
+        a board (writable, all of it).
 
         Raises UsageError for a file that no reply has brought, or in a forked child.
         """
         self._check_process()
         if (mapped := self._mapped.get(file)) is None:
             raise UsageError(f"file {file}: the agent has not handed it over")
-        return memoryview(mapped.memory)[: mapped.length]
+        return mapped.memory[: mapped.length]
 
     def release(self, file: str) -> None:
         """Give a mapping back; absent is fine. One that is still viewed goes with its last view."""
-        if (mapped := self._mapped.pop(file, None)) is not None:
-            try:
-                mapped.memory.close()
-            except BufferError:
-                pass
+        self._mapped.pop(file, None)
 
     def close(self) -> None:
         """Let go of everything. In a forked child only the child's copies go."""
@@ -137,33 +148,32 @@ class AgentLink:
             self._sock.close()
             self._sock = None
 
-    def _map(self, reply: wire.Slot | wire.RestoreFile, descriptors: list[int]) -> None:
+    def _map(self, reply: Record, descriptors: list[int]) -> None:
+        file, writable = wire.file_of(reply) or ("", False)
         if len(descriptors) != 1:
-            raise FormatError(f"file {reply.file}: needs 1 descriptor, has {len(descriptors)}")
-        writable = isinstance(reply, wire.Slot)
-        length = reply.capacity if isinstance(reply, wire.Slot) else reply.length
+            raise FormatError(f"file {file}: needs 1 descriptor, has {len(descriptors)}")
         found = os.fstat(descriptors[0])
+        length = getattr(reply, "capacity", getattr(reply, "length", found.st_size))
         if not 0 <= length <= found.st_size > 0:  # touching more would be SIGBUS
-            raise FormatError(f"file {reply.file}: needs {length} bytes, has {found.st_size}")
-        old = self._mapped.get(reply.file)
+            raise FormatError(f"file {file}: needs {length} bytes, has {found.st_size}")
+        old = self._mapped.get(file)
         if old and (old.inode, old.writable) == (found.st_ino, writable):
             old.length = length  # its pages are in our page table already
             return
-        self.release(reply.file)
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        memory = mmap.mmap(descriptors[0], found.st_size, access=access)
-        self._mapped[reply.file] = _Mapped(memory, found.st_ino, writable, length)
+        self.release(file)
+        memory = pages.mapped(descriptors[0], found.st_size, writable)
+        self._mapped[file] = _Mapped(memory, found.st_ino, writable, length)
 
 
 # -- the socket ------------------------------------------------------------------------------------
 
 
-def _connect(paths: Sequence[str]) -> socket.socket:
-    reasons = []
+def _connect(paths: Sequence[str], within_s: float) -> socket.socket:
+    reasons, deadline_s = [], time.monotonic() + within_s
     for path in paths:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(_CONNECT_S)
         try:
+            _arm(sock, deadline_s)
             sock.connect(path)
             return sock
         except OSError as e:  # also a path that is too long
@@ -183,7 +193,7 @@ def _owner(path: str) -> str:
 def _arm(sock: socket.socket, deadline_s: float) -> None:
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
-        raise TimeoutError
+        raise TimeoutError("no time left")
     sock.settimeout(left_s)
 
 

@@ -12,33 +12,32 @@ Contract: a file that exists is really there. It is allocated (posix_fallocate, 
 tmpfs is NoRoom now and never SIGBUS later) and its pages are touched and mapped before it gets its
 name; this runs in a thread. Every byte counts against the budget from the moment it is asked for
 until nobody in this process can reach it any more: reservations under way, and removed files of
-which somebody still holds a view, count as well. Nothing is flushed to a disk, because tmpfs has
-none. Other processes' mappings of a removed file are not seen here.
+which somebody here still holds a view, count as well.
 
-Consequence: after SIGKILL the next agent finds the files with a WHOLE record and sweeps the rest.
-Names that the arena would not give are never touched.
+Consequence: after SIGKILL the next agent adopts what has a WHOLE record and sweeps the rest of its
+names, no others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import errno
 import fcntl
 import functools
-import mmap
 import os
 import re
 import secrets
 import stat
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from p2pckpt import wire
+from p2pckpt.backends import pages
 from p2pckpt.errors import FormatError, NoRoom, UsageError
 from p2pckpt.ports import Kept, Region
 from p2pckpt.records import FileRecord, FileState
@@ -46,26 +45,27 @@ from p2pckpt.records import FileRecord, FileState
 _NAME = re.compile(r"[a-z0-9._-]{1,200}")
 _OURS = re.compile(r"[a-z0-9._-]{1,200}\.(ram|rec|doc)(\.tmp)?")
 _STORE_ID = re.compile(r"[0-9a-f]{32}")
-
 _PRIVATE = functools.partial(os.open, mode=0o600)
 _PIECE_BYTES = 64 * 1024 * 1024  # made at once; a withdrawn reservation ends between two pieces
 _RESERVERS = 4  # threads that clear pages: 0.5 to 5 GB/s a core, and memory serves several cores
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; touches pages, with an error instead of SIGBUS
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFAULT, errno.EMFILE, errno.ENFILE}
-
-# Called through ctypes because mmap.madvise keeps the interpreter lock, for seconds per gigabyte.
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @dataclass(eq=False)
 class _RamFile:
     """One file, from the moment it is asked for; `mapping` is None while it is being made."""
 
-    path: Path
+    path: str
     capacity: int
-    mapping: mmap.mmap | None = None
+    mapping: memoryview | None = None
     withdrawn: bool = False
+    made: memoryview | None = None
+    """The mapping, from the thread that made it; a future would keep it alive for too long."""
+    life: weakref.ref[object] | None = None
+
+    def map(self, mapping: memoryview) -> None:
+        """The file is there."""
+        self.mapping, self.life, self.made = mapping, pages.life(mapping), None
 
 
 class TmpfsArena:
@@ -114,7 +114,7 @@ class TmpfsArena:
 
     def path(self, file: str) -> Path:
         """Where a file lies. Raises UsageError if there is none."""
-        return self._file(file).path
+        return Path(self._file(file).path)
 
     def descriptor(self, file: str, writable: bool) -> int:
         """A fresh descriptor of a file, which the caller closes. Raises UsageError, NoRoom."""
@@ -149,12 +149,13 @@ class TmpfsArena:
         end = region.offset + region.length
         if ram.mapping is None or min(region.offset, region.length) < 0 or end > ram.capacity:
             raise UsageError(f"arena file {region.file}: has {ram.capacity} bytes, needs {region}")
-        return memoryview(ram.mapping)[region.offset : end]
+        return ram.mapping[region.offset : end]
 
     def put_record(self, file: str, record: FileRecord) -> None:
         """Replace the file's record atomically. Raises UsageError if there is no such file."""
         with self._lock:
-            self._write(self._file(file).path.with_suffix(".rec"), wire.pack(record))
+            self._file(file)
+            self._write(self._place(file, "rec"), wire.pack(record))
 
     def adopt(self) -> tuple[Kept, ...]:
         """Files with a valid WHOLE record that fits, by name; everything else of ours is removed.
@@ -175,10 +176,10 @@ class TmpfsArena:
                     path.unlink(missing_ok=True)
             for k in kept:
                 if k.file not in self._files:
-                    path = self._place(k.file, "ram")
-                    with path.open("r+b") as f:
-                        mapping = mmap.mmap(f.fileno(), k.capacity)
-                    self._files[k.file] = _RamFile(path, k.capacity, mapping)
+                    place = self._place(k.file, "ram")
+                    self._files[k.file] = ram = _RamFile(place, k.capacity)
+                    with open(place, "r+b") as f:
+                        ram.map(pages.mapped(f.fileno(), k.capacity))
             return tuple(sorted(kept, key=lambda k: k.file))
 
     def remove(self, name: str) -> None:
@@ -190,7 +191,7 @@ class TmpfsArena:
                 return
             self._files.pop(name, None)
             for suffix in ("rec", "ram", "doc"):  # the record first: no WHOLE without bytes
-                self._place(name, suffix).unlink(missing_ok=True)
+                _unlink(self._place(name, suffix))
             if ram is not None and not _unmapped(ram):
                 self._lingering.append(ram)
 
@@ -208,7 +209,7 @@ class TmpfsArena:
 
     def documents(self) -> tuple[str, ...]:
         """Names of all documents, sorted."""
-        return tuple(sorted(p.stem for p in self._ours() if p.suffix == ".doc"))
+        return tuple(sorted(n[:-4] for n in self._names() if n.endswith(".doc")))
 
     def close(self) -> None:
         """Let go of the directory; files and documents stay. Reservations under way end."""
@@ -238,23 +239,22 @@ class TmpfsArena:
             self._files[file] = ram = _RamFile(path, capacity)
             return ram
 
-    def _make(self, ram: _RamFile) -> mmap.mmap | None:
-        """In a thread: the mapped file under its name, or None if it was withdrawn meanwhile."""
-        temporary = ram.path.with_suffix(".ram.tmp")
-        with self._translated(f"arena file {ram.path.stem}", ram.capacity):
+    def _make(self, ram: _RamFile) -> None:
+        """In a thread: the mapped file under its name, unless it was withdrawn meanwhile."""
+        temporary = ram.path + ".tmp"
+        with self._translated(f"arena file {os.path.basename(ram.path)}", ram.capacity):
             try:
-                mapping = _allocate(temporary, ram)
-                if mapping is not None:
-                    temporary.replace(ram.path)
-                return mapping
+                if _allocate(temporary, ram):
+                    os.replace(temporary, ram.path)
             finally:
-                temporary.unlink(missing_ok=True)  # before the error counts what is free
+                _unlink(temporary)  # before the error counts what is free
 
-    def _settle(self, file: str, ram: _RamFile, made: Future[mmap.mmap | None]) -> None:
+    def _settle(self, file: str, ram: _RamFile, made: Future[None]) -> None:
         """Runs once for every reservation, before its caller hears of it."""
         with self._lock:
-            if not made.cancelled() and not made.exception():
-                ram.mapping = made.result()
+            if not made.cancelled() and not made.exception() and ram.made is not None:
+                ram.map(ram.made)
+            ram.made = None
             if ram.mapping is None:
                 del self._files[file]
             elif ram.withdrawn:
@@ -262,12 +262,14 @@ class TmpfsArena:
 
     # -- the directory -----------------------------------------------------------------------------
 
-    def _place(self, name: str, suffix: str) -> Path:
+    def _place(self, name: str, suffix: str) -> str:
+        """As text: a Path interns its parts, and names that come and go by the thousand make the
+        interpreter's table of such strings grow by a megabyte."""
         if self._holder < 0:
             raise UsageError(f"arena {self._directory}: is closed; another agent may hold it")
         if not _NAME.fullmatch(name):
             raise UsageError(f"arena name {name!r}: needs 1 to 200 of a-z, 0-9, '.', '_', '-'")
-        return self._directory / f"{name}.{suffix}"
+        return f"{self._directory}/{name}.{suffix}"
 
     def _file(self, file: str) -> _RamFile:
         with self._lock:
@@ -276,13 +278,17 @@ class TmpfsArena:
                 raise UsageError(f"arena file {file}: is not in {self._directory}")
             return ram
 
-    def _ours(self) -> list[Path]:
+    def _names(self) -> list[str]:
         with os.scandir(self._directory) as entries:
             files = [e for e in entries if e.is_file(follow_symlinks=False)]
-        return [Path(e.path) for e in files if _OURS.fullmatch(e.name)]
+        return [e.name for e in files if _OURS.fullmatch(e.name)]
+
+    def _ours(self) -> list[Path]:
+        """At start only, see `_place`."""
+        return [self._directory / name for name in self._names()]
 
     def _find_store_id(self) -> str:
-        place = self._directory / "store_id"
+        place = f"{self._directory}/store_id"
         found = (_read(place) or b"").decode("ascii", "replace").strip()
         if not _STORE_ID.fullmatch(found):
             for path in self._ours():  # bytes without a store belong to nobody
@@ -295,22 +301,22 @@ class TmpfsArena:
         """What adoption believes of a file; None: nothing."""
         capacity = path.stat().st_size
         try:
-            record = wire.unpack(_read(path.with_suffix(".rec")) or b"", FileRecord)
+            record = wire.unpack(_read(self._place(path.stem, "rec")) or b"", FileRecord)
         except FormatError:
             return None
         if record.state is not FileState.WHOLE or not 0 <= record.length <= capacity > 0:
             return None
         return Kept(path.stem, capacity, record)
 
-    def _write(self, path: Path, content: bytes) -> None:
-        temporary = path.with_name(path.name + ".tmp")
-        with self._translated(f"arena {path.name}", len(content)):
+    def _write(self, path: str, content: bytes) -> None:
+        temporary = path + ".tmp"
+        with self._translated(f"arena {os.path.basename(path)}", len(content)):
             try:
                 with open(temporary, "wb", opener=_PRIVATE) as f:
                     f.write(content)
-                temporary.replace(path)
+                os.replace(temporary, path)
             finally:
-                temporary.unlink(missing_ok=True)
+                _unlink(temporary)
 
     @contextlib.contextmanager
     def _translated(self, what: str, need_bytes: int) -> Iterator[None]:
@@ -328,49 +334,44 @@ class TmpfsArena:
 # -- one file --------------------------------------------------------------------------------------
 
 
-def _allocate(path: Path, ram: _RamFile) -> mmap.mmap | None:
+def _allocate(path: str, ram: _RamFile) -> bool:
+    """Make the file, piece by piece; False if it was withdrawn meanwhile."""
     with open(path, "w+b", buffering=0, opener=_PRIVATE) as f:
         fd = f.fileno()
-        pieces = range(0, ram.capacity, _PIECE_BYTES)
-        for start in pieces:
-            if ram.withdrawn:
-                return None
-            os.posix_fallocate(fd, start, min(_PIECE_BYTES, ram.capacity - start))
-        mapping = mmap.mmap(fd, ram.capacity)
-        for start in pieces:
-            if ram.withdrawn:
-                return None
-            _touch(fd, mapping, start, min(_PIECE_BYTES, ram.capacity - start))
-        return mapping
-
-
-def _touch(fd: int, mapping: mmap.mmap, start: int, length: int) -> None:
-    """Clear pages and enter them in the page table, without the interpreter lock."""
-    first = ctypes.c_char.from_buffer(mapping)
-    if _LIBC.madvise(ctypes.addressof(first) + start, length, _MADV_POPULATE_WRITE) == 0:
-        return
-    if (code := ctypes.get_errno()) != errno.EINVAL:
-        raise OSError(code, os.strerror(code))
-    zeros = bytes(1 << 20)  # before Linux 5.14; writing also releases the lock
-    for offset in range(start, start + length, len(zeros)):
-        os.pwrite(fd, zeros[: start + length - offset], offset)
+        try:
+            os.ftruncate(fd, ram.capacity)
+            mapping, huge = pages.mapped(fd, ram.capacity), True
+            for start in range(0, ram.capacity, _PIECE_BYTES):
+                if ram.withdrawn:
+                    return False
+                length = min(_PIECE_BYTES, ram.capacity - start)
+                huge = huge and pages.gather(fd, mapping, start, length)
+                os.posix_fallocate(fd, start, length)
+                pages.touch(fd, mapping, start, length)
+        except OSError:
+            os.ftruncate(fd, 0)  # the error's traceback still refers to the mapping
+            raise
+        ram.made = mapping
+        return True
 
 
 def _unmapped(ram: _RamFile) -> bool:
-    """Try to give the mapping back; not possible while somebody holds a view of it."""
-    try:
-        if ram.mapping is not None:
-            ram.mapping.close()
-    except BufferError:
-        return False
-    return True
+    """Let go of the mapping; it ends when nobody else has a view of it."""
+    ram.mapping = None
+    return ram.life is None or ram.life() is None
 
 
-def _read(path: Path) -> bytes | None:
+def _read(path: str) -> bytes | None:
     try:
-        return path.read_bytes()
+        with open(path, "rb") as f:
+            return f.read()
     except FileNotFoundError:
         return None
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _own_directory(directory: Path) -> None:

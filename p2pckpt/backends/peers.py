@@ -10,7 +10,8 @@ Contract: as `ports.Peers`. Every call ends at its timeout. Whatever keeps a cal
 answered (nobody there, broken off, overloaded, a defect of the peer) is PeerUnreachable, and it may
 have been carried out; a request over 4 MiB is a UsageError and is not sent. A request that arrived
 is worked on to its end even if the caller has given up: handlers are not cancelled from afar.
-Work in progress is bounded here (HANDLERS) and so are the open connections (CHANNELS).
+Work in progress is bounded here (HANDLERS) and so are the open connections (CHANNELS); one that
+nobody used for IDLE_S is closed, so peers that left for good leave nothing behind.
 
 Traps, measured: without `ping_timeout_ms` gRPC notices a frozen peer after a minute, not after the
 keepalive timeout; two servers may share a port unless so_reuseport is off; closing a channel raises
@@ -37,6 +38,8 @@ HANDLERS = 256
 """Requests worked on at once; more are turned away, and the caller may retry."""
 CHANNELS = 256
 """Connections kept; the one unused for longest gives way."""
+IDLE_S = 30.0
+"""A connection unused for so long is closed, at the next call to anybody: its peer may be gone."""
 _SERVICE, _METHOD, _CALLER = "p2pckpt.Peers", "Call", "p2pckpt-caller"
 _BOTH = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -84,11 +87,12 @@ class Tls:
 
 @dataclass(eq=False)
 class _Link:
-    """A connection to one address, and the calls that use it now."""
+    """A connection to one address, the calls that use it now, and when one began or ended last."""
 
     channel: grpc.aio.Channel
     ask: Any
     calls: int = 0
+    used_s: float = 0.0
 
 
 class GrpcPeers:
@@ -164,6 +168,7 @@ class GrpcPeers:
             raise
         finally:
             link.calls -= 1
+            link.used_s = asyncio.get_running_loop().time()
         if isinstance(reply, wire.Failed):
             raise _error(reply)
         record: Record = reply
@@ -172,6 +177,7 @@ class GrpcPeers:
     async def _link(self, address: str) -> _Link:
         if self._closed:
             raise PeerUnreachable(f"{address}: our own side was closed")
+        await self._close_idle(asyncio.get_running_loop().time() - IDLE_S, address)
         while len(self._links) >= CHANNELS and address not in self._links:
             idle = next((name for name, link in self._links.items() if not link.calls), None)
             if idle is None:
@@ -182,6 +188,14 @@ class GrpcPeers:
             self._links[address] = _Link(channel, channel.unary_unary(f"/{_SERVICE}/{_METHOD}"))
         self._links.move_to_end(address)
         return self._links[address]
+
+    async def _close_idle(self, before_s: float, wanted: str) -> None:
+        """Close what nobody used since `before_s`, but for the connection that is wanted now."""
+        for address, link in list(self._links.items()):
+            idle = not link.calls and link.used_s < before_s and address != wanted
+            if idle and self._links.get(address) is link:  # others come and go while one closes
+                del self._links[address]
+                await link.channel.close()
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if self._tls is None:

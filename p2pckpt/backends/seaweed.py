@@ -5,7 +5,7 @@ all at once. A user's object store belongs to the user; this one is for a first 
 
 Contract: `start` returns when an object was written and read back, or raises ObjectStoreUnavailable
 with the end of the log; `close` leaves no process behind, and so does the death of the thread that
-started it (PR_SET_PDEATHSIG is per thread). Everything lies below `data_dir`. It starts in 3 to 10
+started it (see lifeline.py). Everything lies below `data_dir`. It starts in 3 to 10
 seconds and takes 0.1 to 0.3 GB of memory when idle.
 """
 
@@ -24,14 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from p2pckpt.backends.lifeline import tied
 from p2pckpt.errors import MissingDependency, ObjectStoreUnavailable
-
-_DIE_WITH_PARENT = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 READY_S = 60.0
 PORTS = ("s3", "s3.grpc", "master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc")
@@ -103,8 +97,7 @@ class Seaweed:
         actions = ["Admin", "Read", "List", "Tagging", "Write"]
         identity = {"name": "p2pckpt", "credentials": credentials, "actions": actions}
         config.write_text(json.dumps({"identities": [identity]}))
-        command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
-        command += [str(find_weed()), "server", f"-dir={data}", "-s3", f"-s3.config={config}"]
+        command = [str(find_weed()), "server", f"-dir={data}", "-s3", f"-s3.config={config}"]
         command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=50"]
         command += ["-master.volumeSizeLimitMB=256", "-s3.autoCreateBucket=false"]
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
@@ -113,7 +106,7 @@ class Seaweed:
             command.append(f"-{door}.port{'.' + kind if kind else ''}={port}")
         with (self._dir / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                command,
+                tied(command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -71,7 +71,7 @@ class _Process:
 class SocketTrainers:
     """:class:`p2pckpt.ports.Trainers` on a Unix socket at `path`.
 
-    ``descriptor(file, writable)`` opens a file for a Slot (writable) or RestoreFile (not) reply;
+    ``descriptor(file, writable)`` opens the file of a reply (`wire.file_of`);
     the descriptor is closed here. Only processes of `allowed_uids` (default: our own) are served;
     with `group` the socket is that group's as well (mode 0660), else it has mode 0600.
     """
@@ -204,8 +204,8 @@ class SocketTrainers:
         process.asked = True
         try:
             reply = await self._handler.on_call(process.trainer, request)
-            if isinstance(reply, wire.Slot | wire.RestoreFile):
-                return reply, [self._descriptor(reply.file, isinstance(reply, wire.Slot))]
+            if (file := wire.file_of(reply)) is not None:
+                return reply, [self._descriptor(*file)]
         except CheckpointError as e:
             reply = _failed(e)
         except Exception as e:

@@ -34,8 +34,8 @@ PAUSE_S = (0.05, 5.0)
 """Shortest and longest pause before a mover that died is started again; doubles in between."""
 STEADY_S = 10.0
 """A mover that lived so long is restarted after the shortest pause."""
-COUNTED = 1024
-"""Nonces of which the received bytes are remembered."""
+COUNTED = 64
+"""Nonces of which the received bytes are remembered: those of some ten saves."""
 
 
 class _Op:

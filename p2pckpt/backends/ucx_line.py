@@ -17,12 +17,12 @@ peer write into the buffers later on; a stream receive may be forgotten when the
 from __future__ import annotations
 
 import collections
-import mmap
 import os
 import sys
 import time
 from typing import Any
 
+from p2pckpt.backends import pages
 from p2pckpt.backends import ucx_flow as flow
 from p2pckpt.errors import IntegrityError, UsageError
 
@@ -53,7 +53,7 @@ class Files:
     """Arena files, mapped when first used and until they are removed."""
 
     def __init__(self) -> None:
-        self._mapped: collections.OrderedDict[tuple[int, ...], tuple[str, int, mmap.mmap]]
+        self._mapped: collections.OrderedDict[tuple[int, ...], tuple[str, int, memoryview]]
         self._mapped = collections.OrderedDict()
 
     def view(self, region: flow.Expect | flow.Send, descriptor: int) -> memoryview:
@@ -72,14 +72,14 @@ class Files:
             if not region.length:
                 return memoryview(b"")
             if key not in self._mapped:
-                mapped = mmap.mmap(descriptor, stat.st_size)
+                mapped = pages.mapped(descriptor, stat.st_size)
                 self._mapped[key] = (region.file, os.dup(descriptor), mapped)
         finally:
             os.close(descriptor)
         self._mapped.move_to_end(key)
         while len(self._mapped) > FILES:
             self._forget(next(iter(self._mapped)))
-        return memoryview(self._mapped[key][2])[region.offset :][: region.length]
+        return self._mapped[key][2][region.offset :][: region.length]
 
     def sweep(self, file: str = "") -> None:
         """Let go of files that were removed, and of `file`."""

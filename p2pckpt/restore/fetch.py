@@ -57,6 +57,8 @@ class Fetching:
     seconds: dict[str, float] = field(default_factory=dict)
     stored: Callable[[], Awaitable[r.ShareObjects | None]] | None = None
     """Where the share lies in the object store; asked only if RAM does not suffice."""
+    widen: Callable[[], Awaitable[Sources]] | None = None
+    """Everybody who has any of it; asked only if those of `sources` do not suffice."""
     away: bool = False
     """The object store did not answer, so nothing that failed here is final."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from p2pckpt import records as r
 from p2pckpt.jobstate import JobState
-from p2pckpt.wire import HeldFile, HeldReply
+from p2pckpt.wire import HeldReply
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,25 @@ class Facts:
     groups: Mapping[str, Sequence[r.GroupRecord]]
     patient: bool
     bucket: Bucket | None = None
+    _index: dict[r.Attempt, dict[str, Sources]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def sources(self, attempt: r.Attempt) -> Mapping[str, Sources]:
+        """Who holds what of an attempt, by manifest digest; worked out once from all answers."""
+        if attempt not in self._index:
+            found: dict[str, tuple[dict[int, list[str]], dict[int, list[str]]]] = {}
+            for node in sorted(self.answers):
+                for file in self.answers[node].files:
+                    if file.attempt == attempt:
+                        slots, shards = found.setdefault(file.manifest_digest, ({}, {}))
+                        kept = slots if file.kind is r.FileKind.SLOT else shards
+                        kept.setdefault(file.part, []).append(node)
+            self._index[attempt] = {
+                digest: Sources(_fixed(slots), _fixed(shards))
+                for digest, (slots, shards) in found.items()
+            }
+        return self._index[attempt]
 
 
 @dataclass(frozen=True)
@@ -94,21 +113,11 @@ def candidates(state: JobState, step: int | None) -> list[r.Commit]:
 
 def sources_of(share: r.SealedShare, attempt: r.Attempt, facts: Facts) -> Sources:
     """Who holds what of one share, by their own word, matched by manifest digest."""
-    slots: dict[int, list[str]] = {}
-    shards: dict[int, list[str]] = {}
-    for node in sorted(facts.answers):
-        for file in facts.answers[node].files:
-            if _belongs(file, share, attempt):
-                kept = slots if file.kind is r.FileKind.SLOT else shards
-                kept.setdefault(file.part, []).append(node)
-    return Sources(
-        {rank: tuple(nodes) for rank, nodes in slots.items()},
-        {index: tuple(nodes) for index, nodes in shards.items()},
-    )
+    return facts.sources(attempt).get(share.manifest_digest, Sources())
 
 
-def _belongs(file: HeldFile, share: r.SealedShare, attempt: r.Attempt) -> bool:
-    return file.attempt == attempt and file.manifest_digest == share.manifest_digest
+def _fixed(nodes: dict[int, list[str]]) -> dict[int, tuple[str, ...]]:
+    return {part: tuple(names) for part, names in nodes.items()}
 
 
 def unprovable(commit: r.Commit, facts: Facts) -> list[str]:

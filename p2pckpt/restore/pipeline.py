@@ -45,13 +45,27 @@ Stage = Callable[[int], Awaitable[Region]]
 
 
 async def restore_rank(job: Fetching, room: Stage, scratch: Stage) -> Fetched:
-    """Fetch one rank. ``room(bytes)`` makes its file, ``scratch(bytes)`` a staging region."""
+    """Fetch one rank. ``room(bytes)`` makes its file, ``scratch(bytes)`` a staging region; both may
+    be called again, if other sources must be tried."""
     try:
-        manifest = await fetch_manifest(job)
+        return await _restore_rank(job, room, scratch)
+    except RestoreFailed:
+        if job.widen is None:
+            raise
+        widen, job.widen = job.widen, None
+        job.sources = await widen()
+        return await _restore_rank(job, room, scratch)
+
+
+async def _restore_rank(job: Fetching, room: Stage, scratch: Stage) -> Fetched:
+    try:
+        with job.timed("manifest"):
+            manifest = await fetch_manifest(job)
     except IntegrityError as e:
-        raise _failure(job, str(e)) from e
-    target = await room(manifest.of_rank(job.rank).length)
-    begun = job.now()
+        raise failure(job, str(e)) from e
+    with job.timed("room"):
+        target = await room(manifest.of_rank(job.rank).length)
+    begun = job.now() - sum(job.seconds.values())
     there = await fetch_data(job, manifest, target)
     missing = [i for i in range(manifest.layout.k) if i not in there]
     if missing:
@@ -68,7 +82,7 @@ async def _complete(
         await _rebuild(job, manifest, target, missing, scratch)
     except RestoreFailed:
         if left := await fetch_stored(job, manifest, target, missing):
-            raise _failure(job, f"data shards {left} are nowhere to be had") from None
+            raise failure(job, f"data shards {left} are nowhere to be had") from None
         missing.clear()
 
 
@@ -79,12 +93,12 @@ async def _rebuild(
     entry, layout = manifest.of_rank(job.rank), manifest.layout
     known = sum(1 for index in job.sources.shards if index >= layout.k)
     if known < len(missing):
-        raise _failure(job, f"has {layout.k - len(missing) + known} of {layout.k} needed shards")
+        raise failure(job, f"has {layout.k - len(missing) + known} of {layout.k} needed shards")
     staging = await scratch(len(missing) * entry.shard_bytes)
     parity = await fetch_parity(job, manifest, len(missing), staging)
     if len(parity) < len(missing):
         have = layout.k - len(missing) + len(parity)
-        raise _failure(job, f"has {have} of {layout.k} needed shards")
+        raise failure(job, f"has {have} of {layout.k} needed shards")
     views = {index: job.doors.arena.view(region) for index, region in parity.items()}
     image = job.doors.arena.view(target)
 
@@ -104,7 +118,7 @@ async def _rebuild(
             raise RestoreFailed(f"rank {job.rank}: {'; '.join(wrong)}")
 
 
-def _failure(job: Fetching, what: str) -> RestoreFailed:
+def failure(job: Fetching, what: str) -> RestoreFailed:
     """The error for a rank that cannot be had: worth a retry unless some source was wrong."""
     message = f"rank {job.rank}: {what}; {'; '.join(job.refused[-6:])}"
     return RestoreFailed(message) if job.wrong and not job.away else SourcesAway(message)

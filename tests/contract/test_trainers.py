@@ -6,6 +6,7 @@ import pytest
 
 from p2pckpt import errors, wire
 from p2pckpt.errors import AgentUnreachable
+from p2pckpt.ports import Region
 
 from .harness import fill, read
 
@@ -195,5 +196,22 @@ def test_after_close_no_agent_answers(trainers):
         await rig.door.close()
         with pytest.raises(AgentUnreachable):
             await trainer.call(ask())
+
+    trainers.run(story)
+
+
+def test_the_board_that_comes_with_a_seat_is_memory_that_both_write(trainers):
+    async def story(rig):
+        async def seat(trainer, request):
+            await rig.arena.reserve("board-1", 4096)
+            return wire.Joined(generation=1, node="n", board="board-1")
+
+        await rig.door.serve(Handler(seat))
+        trainer = await rig.launch()
+        reply = await trainer.call(ask())
+        await trainer.write(reply.board, b"progress")
+        assert read(rig.arena, "board-1", 8) == b"progress"
+        rig.arena.view(Region("board-1", 0, 8))[:] = b"schedule"
+        assert await trainer.read(reply.board, 8) == b"schedule"
 
     trainers.run(story)

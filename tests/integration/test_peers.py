@@ -276,6 +276,39 @@ def test_connections_are_bounded_and_those_in_use_stay(monkeypatch):
     asyncio.run(body())
 
 
+def test_a_peer_that_left_leaves_no_connection_behind(monkeypatch):
+    """Each of 20 peers is asked once and leaves; a call that takes long keeps its connection."""
+    monkeypatch.setattr(peers, "IDLE_S", 0.05)
+
+    async def body():
+        release, waiting = asyncio.Event(), asyncio.Event()
+
+        async def wait(caller, request):
+            if request.store_id == "slow":
+                waiting.set()
+                await release.wait()
+            return wire.Pong(store_id=request.store_id, session="x")
+
+        async with agents(2, wait) as (a, b):
+            slow = asyncio.create_task(a.call(b.address, wire.Ping(store_id="slow"), 30))
+            await waiting.wait()
+            descriptors = None
+            for number in range(20):
+                async with agents(1) as (guest,):
+                    await a.call(guest.address, PING, 5)
+                await asyncio.sleep(0.1)  # longer than IDLE_S, which nothing else tells
+                await a.call(a.address, PING, 5)
+                assert set(a._links) == {a.address, b.address}
+                if number == 2:
+                    descriptors = len(os.listdir("/proc/self/fd"))
+            assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
+            assert not slow.done()
+            release.set()
+            assert (await slow).store_id == "slow"
+
+    asyncio.run(body())
+
+
 def test_close_ends_open_calls_on_both_sides_without_cancelling_anybody():
     async def body():
         begun = asyncio.Event()

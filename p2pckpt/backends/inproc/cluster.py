@@ -32,7 +32,7 @@ from p2pckpt.backends.inproc.guard import (
     Life,
 )
 from p2pckpt.backends.inproc.ledger import LedgerDoor, MembershipDoor
-from p2pckpt.backends.inproc.net import MIB, FakeNet
+from p2pckpt.backends.inproc.net import MIB, FakeNet, true_time
 from p2pckpt.backends.inproc.objects import FakeBucket, ObjectsDoor
 from p2pckpt.backends.inproc.peers import PeersDoor
 from p2pckpt.backends.inproc.ram import FakeArena, Store
@@ -57,8 +57,8 @@ class EventLog:
         self._sha256 = hashlib.sha256()
 
     def add(self, who: str, what: str, facts: dict[str, Any]) -> None:
-        """Note an event at the present loop time; facts are plain values or records."""
-        event = (asyncio.get_running_loop().time(), who, what, dict(facts))
+        """Note an event at the present true time; facts are plain values or records."""
+        event = (true_time(), who, what, dict(facts))
         self._sha256.update(self._encoder.encode(event) + b"\n")
         self.events.append(event)
         for listener in self.listeners:
@@ -218,6 +218,11 @@ class FakeNode:
         self._log("resume", {})
         self._cluster.net.thaw(self.name)
         self._life.resume()
+
+    def mover_dies(self) -> None:
+        """The agent's process for payload dies, with all transfers, and is replaced."""
+        if self._life.alive and self._transport is not None:
+            self._transport.restart()
 
     def _descriptor(self, file: str) -> bytearray:
         return self.store.descriptor(file)

@@ -18,15 +18,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
+from p2pckpt.backends.inproc.net import call_at_true_time, true_time
 from p2pckpt.coding.checksum import crc32c
 from p2pckpt.errors import LedgerUnavailable, UsageError
 from p2pckpt.ports import Change, Compare, Entry, Listing, Put, Txn
+
+T = TypeVar("T")
+
+NOWHERE = "\0"
+"""A prefix of no key."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,9 @@ class _Event:
 
     change: Change
     lease: int = 0
+
+
+_Changes = list[Change]
 
 
 @dataclass
@@ -65,15 +74,20 @@ class FakeEtcd:
         self._log = log
         self._latency_s = latency_s
         self._entries: dict[str, Entry] = {}
+        self._names: list[str] = []  # of the entries, sorted
         self._attached: dict[str, int] = {}  # lease id by key
         self._history: list[_Event] = []
+        self._below: dict[str, _Changes] = {}  # the history of each prefix that was asked for
+        self._worked_out: dict[str, tuple[tuple[int, int], Any]] = {}
         self._leases: dict[int, _Lease] = {}
         self._granted: dict[int, float] = {}  # TTL of every lease there ever was
         self._closed_until: dict[str, float] = {}
         self._breaks: dict[str, int] = {}
         self._breaks_of_all = 0
         self._ambiguous: dict[str, int] = {}
-        self._waiting: list[asyncio.Future[None]] = []
+        self._lags: dict[str, float] = {}
+        self._late: dict[str, float] = {}
+        self._waiting: dict[str, dict[asyncio.Future[None], None]] = {}
 
     # -- reading and writing ----------------------------------------------------------------------
 
@@ -83,8 +97,12 @@ class FakeEtcd:
 
     def list(self, prefix: str) -> Listing:
         """All keys below a prefix, sorted."""
-        found = sorted(key for key in self._entries if key.startswith(prefix))
+        found = self._between(prefix, prefix + "\U0010ffff")
         return Listing(tuple(self._entries[key] for key in found), self.revision)
+
+    def _between(self, first: str, end: str) -> Sequence[str]:
+        names = self._names
+        return names[bisect_left(names, first) : bisect_left(names, end)]
 
     def apply(self, who: str, txn: Txn) -> int | None:
         """Do a transaction whole or not at all; the revision, or None if a compare failed."""
@@ -99,13 +117,29 @@ class FakeEtcd:
 
     def changes(self, prefix: str, from_revision: int) -> tuple[Change, ...]:
         """All changes below a prefix from a revision on."""
-        first = bisect_left(self._history, from_revision, key=lambda e: e.change.revision)
-        later = (event.change for event in self._history[first:])
-        return tuple(change for change in later if change.key.startswith(prefix))
+        below = self._changes_below(prefix)
+        return tuple(below[bisect_left(below, from_revision, key=lambda c: c.revision) :])
+
+    def _changes_below(self, prefix: str) -> _Changes:
+        """The history of a prefix; kept from now on, so that watches need not search for it."""
+        if prefix not in self._below:
+            every = (event.change for event in self._history)
+            self._below[prefix] = [change for change in every if change.key.startswith(prefix)]
+        return self._below[prefix]
+
+    def worked_out(self, prefix: str, work: Callable[[Listing], T]) -> T:
+        """``work(list(prefix))``, done again only when something below the prefix has changed."""
+        below = self._changes_below(prefix)
+        version = (self._breaks_of_all, below[-1].revision if below else 0)
+        known = self._worked_out.get(prefix)
+        if known is None or known[0] != version:
+            known = self._worked_out[prefix] = (version, work(self.list(prefix)))
+        result: T = known[1]
+        return result
 
     def _holds(self, compare: Compare) -> bool:
         if compare.end:
-            keys = sorted(key for key in self._entries if compare.key <= key < compare.end)
+            keys = self._between(compare.key, compare.end)
         else:
             keys = [compare.key] if compare.key in self._entries else []
         if not keys:
@@ -124,15 +158,21 @@ class FakeEtcd:
         written = {put.key: f"{crc32c(put.value):08x}" for put in puts}
         facts = {"revision": self.revision, "puts": written, "deletes": list(deletes)}
         self._log(who, "ledger.write", facts)
-        self._wake()
+        self._wake((*written, *deletes))
 
     def _record(self, event: _Event) -> None:
         self._history.append(event)
         change = event.change
+        for prefix, below in self._below.items():
+            if change.key.startswith(prefix):
+                below.append(change)
         self._attached.pop(change.key, None)
         if change.value is None:
             del self._entries[change.key]
+            del self._names[bisect_left(self._names, change.key)]
             return
+        if change.key not in self._entries:
+            insort(self._names, change.key)
         self._entries[change.key] = Entry(
             change.key, change.value, change.create_revision, change.revision
         )
@@ -171,7 +211,7 @@ class FakeEtcd:
     def _arm(self, lease: int, ttl_s: float) -> None:
         if lease in self._leases:
             self._leases[lease].timer.cancel()
-        timer = asyncio.get_running_loop().call_later(ttl_s, self.revoke, lease, "etcd.lease")
+        timer = call_at_true_time(ttl_s, self.revoke, lease, "etcd.lease")
         self._leases[lease] = _Lease(ttl_s, timer)
 
     # -- faults -----------------------------------------------------------------------------------
@@ -183,17 +223,30 @@ class FakeEtcd:
 
     def unavailable(self, client: str, for_s: float) -> None:
         """Nothing passes between this client and the ledger for a while; inf: until `heal`."""
-        until = asyncio.get_running_loop().time() + for_s
+        until = true_time() + for_s
         self._closed_until[client] = until
         self._breaks[client] = self._breaks.get(client, 0) + 1
         if for_s < math.inf:
-            asyncio.get_running_loop().call_later(for_s, self._wake)
+            call_at_true_time(for_s, self._wake)
         self._log(client, "fault.ledger.unavailable", {"for_s": str(for_s)})
         self._wake()
 
+    def lag(self, client: str, lag_s: float) -> None:
+        """The client's watches bring everything so much later: what it reads there is old."""
+        self._lags[client] = lag_s
+        self._log(client, "fault.ledger.lag", {"lag_s": lag_s})
+
+    def late(self, client: str, up_to_s: float) -> None:
+        """The client's transactions may be on their way for so long, and are carried out when it
+        has given up waiting; 0: no longer."""
+        self._late[client] = up_to_s
+        self._log(client, "fault.ledger.late", {"up_to_s": up_to_s})
+
     def heal(self) -> None:
         """All links are whole again."""
+        self._late.clear()
         self._closed_until.clear()
+        self._lags.clear()
         self._wake()
 
     def compact(self, revision: int) -> None:
@@ -230,6 +283,8 @@ class FakeEtcd:
         for lease in self._leases.values():
             lease.timer.cancel()
         self._entries, self._attached, self._history, self._leases = {}, {}, [], {}
+        self._below = {}
+        self._names = []
         self.revision = revision
         self.compacted = min(self.compacted, revision)
         self._breaks_of_all += 1
@@ -239,7 +294,8 @@ class FakeEtcd:
 
     def is_open(self, client: str) -> bool:
         """Does anything pass between this client and the ledger?"""
-        return self._closed_until.get(client, -math.inf) <= asyncio.get_running_loop().time()
+        until = self._closed_until.get(client)
+        return until is None or until <= true_time()
 
     def link(self, client: str) -> int:
         """Number of the client's connection: another one after every break."""
@@ -252,6 +308,20 @@ class FakeEtcd:
         self._ambiguous[client] -= 1
         return True
 
+    def goes_late(self, client: str, txn: Txn) -> bool:
+        """Is a transaction that is sent now carried out after its sender gave up? Then it will be,
+        unless the connection breaks."""
+        up_to_s, link = self._late.get(client, 0.0), self.link(client)
+        if up_to_s <= 0 or (late_s := self._rng.uniform(0.0, up_to_s)) < self.rpc_timeout_s:
+            return False
+
+        def arrives() -> None:
+            if self.is_open(client) and self.link(client) == link:
+                self.apply(client, txn)
+
+        call_at_true_time(late_s, arrives)
+        return True
+
     def coin(self) -> bool:
         """One or the other."""
         return self._rng.random() < 0.5
@@ -259,6 +329,12 @@ class FakeEtcd:
     async def travel(self) -> None:
         """One way over the network."""
         await asyncio.sleep(self._rng.uniform(*self._latency_s))
+
+    async def bring(self, client: str) -> None:
+        """What a watch brings comes over the network, later if it lags."""
+        await self.travel()
+        if client in self._lags:
+            await asyncio.sleep(self._lags[client])
 
     async def reach(self, client: str, timeout_s: float | None) -> None:
         """Wait until the client's link is open. Raises LedgerUnavailable."""
@@ -271,21 +347,23 @@ class FakeEtcd:
                 f"ledger: no answer to {client} within {timeout_s:g} s"
             ) from None
 
-    async def news(self) -> None:
-        """Wait for the next write or change of a link."""
+    async def news(self, prefix: str = NOWHERE) -> None:
+        """Wait for the next write below a prefix, or change of a link."""
         bell: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(bell)
+        waiting = self._waiting.setdefault(prefix, {})
+        waiting[bell] = None
         try:
             await bell
         finally:
-            if bell in self._waiting:
-                self._waiting.remove(bell)
+            waiting.pop(bell, None)
 
-    def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for bell in waiting:
-            if not bell.done():
-                bell.set_result(None)
+    def _wake(self, keys: Sequence[str] | None = None) -> None:
+        """Who waits for one of these keys; None: everybody."""
+        for prefix in list(self._waiting):
+            if keys is None or any(key.startswith(prefix) for key in keys):
+                for bell in self._waiting.pop(prefix):
+                    if not bell.done():
+                        bell.set_result(None)
 
 
 def _compare(compare: Compare, entry: Entry) -> bool:

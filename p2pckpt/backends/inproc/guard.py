@@ -6,12 +6,14 @@ doors themselves know neither; wrapping them in the agent's `Life` says it once 
 Contract. Each awaited call begins and returns only while the agent runs: while it is paused it
 hangs; what was sent goes on its way. After the end of a life every use of one of its doors raises
 CancelledError, calls in progress are cancelled, and so are its handlers at work. A pause does not
-stop plain Python between two awaits, nor the synchronous calls of the arena.
+stop plain Python between two awaits, nor the synchronous calls of the arena. All runs in the
+context in which the life began, so that what peers call runs by this node's clock.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -28,6 +30,7 @@ class Life:
     def __init__(self, node: str) -> None:
         self.alive = True
         self._node = node
+        self._context = contextvars.copy_context()
         self._paused = False
         self._tasks: list[asyncio.Task[Any]] = []
         self._waiting: list[asyncio.Future[None]] = []
@@ -53,7 +56,8 @@ class Life:
         except asyncio.CancelledError:
             call.close()
             raise
-        task = asyncio.create_task(call, name=f"{self._node}: {_name(call)}")
+        name = f"{self._node}: {_name(call)}"
+        task = asyncio.create_task(call, name=name, context=self._context)
         self._tasks.append(task)
         task.add_done_callback(self._tasks.remove)
         result = await task
@@ -97,8 +101,10 @@ class Guarded:
             return attribute
 
         async def call(*args: Any, **options: Any) -> Any:
+            self._life.check()
             return await self._life.run(attribute(*args, **options))
 
+        setattr(self, name, call)  # the next time it is found at once
         return call
 
 

@@ -80,6 +80,9 @@ class LedgerDoor(_Client):
     async def transact(self, txn: Txn) -> int | None:
         """The new revision, or None if a compare did not hold. Raises UsageError."""
         _check(txn)
+        if self._etcd.goes_late(self._client, txn):
+            await asyncio.sleep(self._etcd.rpc_timeout_s)
+            raise AmbiguousAnswer(f"ledger: no answer to a write of {self._client}")
         return await self._write(lambda: self._etcd.apply(self._client, txn))
 
     def watch(self, prefix: str, from_revision: int) -> AsyncIterator[Sequence[Change]]:
@@ -110,9 +113,9 @@ class _Watch:
             await self._connect()
             batch = self._etcd.changes(self._prefix, self._next)
             if not batch:
-                await self._etcd.news()
+                await self._etcd.news(self._prefix)
                 continue
-            await self._etcd.travel()
+            await self._etcd.bring(self._client)
             if self._etcd.link(self._client) == self._link:
                 self._next = batch[-1].revision + 1
                 return batch
@@ -153,14 +156,11 @@ class MembershipDoor(_Client):
 
     async def living(self) -> Living:
         """A linearizable read of all members."""
-        listing = await self._read(lambda: self._etcd.list(MEMBERS))
-        members = {}
-        revisions = {}
-        for entry in listing.entries:
-            member = wire.unpack(entry.value, Member)
-            members[member.node] = member
-            revisions[member.node] = entry.create_revision
-        return Living(members, revisions, listing.revision)
+        return await self._read(self._living)
+
+    def _living(self) -> Living:
+        members, revisions = self._etcd.worked_out(MEMBERS, _members)
+        return Living(members, revisions, self._etcd.revision)
 
     def _open(self, member: Member, ttl_s: float) -> Session:
         etcd, key = self._etcd, MEMBERS + member.node
@@ -176,6 +176,12 @@ class MembershipDoor(_Client):
         session = Session(lease, etcd.revision + 1)
         etcd.apply(self._client, Txn(puts=(Put(key, wire.pack(member), session),)))
         return session
+
+
+def _members(listing: Listing) -> tuple[dict[str, Member], dict[str, int]]:
+    """Members and their create revisions, by node."""
+    found = [(wire.unpack(e.value, Member), e.create_revision) for e in listing.entries]
+    return {m.node: m for m, _ in found}, {m.node: revision for m, revision in found}
 
 
 def _check(txn: Txn) -> None:

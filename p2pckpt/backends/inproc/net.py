@@ -7,12 +7,13 @@ of these two; the faults are here, once.
 Contract. Latencies and losses are drawn from the generator passed in, in the order of the hops, so
 a seed fixes them. A link passes one piece after the other, first come first served, so concurrent
 transfers share it. A blocked direction loses messages and stalls transfers; a frozen node neither
-sends nor takes pieces.
+sends nor takes pieces. What happens on the network follows no node's own clock (`true_time`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from random import Random
@@ -20,19 +21,39 @@ from typing import Any
 
 MIB = 1 << 20
 
+_NOBODY = contextvars.Context()
+
+
+def true_time() -> float:
+    """The loop's time outside of any node, whose own clock may run at another rate."""
+    now: float = _NOBODY.run(asyncio.get_running_loop().time)
+    return now
+
+
+def call_at_true_time(delay_s: float, work: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
+    """`call_later` by no node's own clock."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle = _NOBODY.run(loop.call_later, delay_s, work, *args)
+    return timer
+
+
+LATE_S = 1.5
+
 
 @dataclass
 class Weather:
     """Faults that strike by chance, and one planted bug.
 
-    ``loss`` and ``duplicate`` are per message (a hop), ``flip`` per piece of payload: chances from
-    0 to 1. ``late_write`` lets a sender write on into a grant that was cancelled, as hardware does
+    ``loss``, ``duplicate`` and ``late`` are per message (a hop), ``flip`` per piece of payload:
+    chances from 0 to 1. A late message takes up to `LATE_S` longer, so others overtake it.
+    ``late_write`` lets a sender write on into a grant that was cancelled, as hardware does
     whose endpoint was not closed: what checks that the product notices needs it.
     """
 
     loss: float = 0.0
     duplicate: float = 0.0
     flip: float = 0.0
+    late: float = 0.0
     late_write: bool = False
 
 
@@ -91,6 +112,8 @@ class FakeNet:
     def slow(self, node: str, bytes_per_s: float) -> None:
         """Give one node another link."""
         self._slow[node] = bytes_per_s
+        self._out_free.pop(node, None)  # what is under way does not hold up what comes now
+        self._in_free.pop(node, None)
         self.log(node, "fault.net.slow", {"bytes_per_s": bytes_per_s})
 
     def chance(self, probability: float) -> bool:
@@ -110,18 +133,19 @@ class FakeNet:
 
     async def hop(self, source: str, target: str) -> bool:
         """One message's way. False: it is lost, and nobody is told."""
-        await asyncio.sleep(self.rng.uniform(*self._latency_s))
+        late_s = self.rng.uniform(0, LATE_S) if self.chance(self.weather.late) else 0.0
+        await asyncio.sleep(self.rng.uniform(*self._latency_s) + late_s)
         return self.is_open(source, target) and not self.chance(self.weather.loss)
 
     async def pass_piece(self, source: str, target: str, count: int) -> None:
         """Let `count` bytes through both links, when it is their turn and both nodes are there."""
         while source in self._frozen or target in self._frozen:
             await self._news()
-        now = asyncio.get_running_loop().time()
-        rate = min(self._slow.get(node, self._bytes_per_s) for node in (source, target))
-        begin = max(now, self._out_free.get(source, 0.0), self._in_free.get(target, 0.0))
-        end = begin + count / rate
-        self._out_free[source] = self._in_free[target] = end
+        now = true_time()
+        out_s, in_s = (count / self._slow.get(n, self._bytes_per_s) for n in (source, target))
+        self._out_free[source] = max(now, self._out_free.get(source, 0.0)) + out_s
+        self._in_free[target] = max(now, self._in_free.get(target, 0.0)) + in_s
+        end = max(self._out_free[source], self._in_free[target])
         await asyncio.sleep(end - now)
         while not self.is_open(source, target) or source in self._frozen or target in self._frozen:
             await self._news()
@@ -137,7 +161,7 @@ class FakeNet:
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Let something happen on the network, whatever becomes of who caused it."""
-        task = asyncio.create_task(work, name=name)
+        task = asyncio.create_task(work, name=name, context=contextvars.Context())
         self._tasks.append(task)
         task.add_done_callback(self._ended)
         return task

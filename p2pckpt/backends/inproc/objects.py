@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from p2pckpt.backends.inproc.net import true_time
 from p2pckpt.errors import IntegrityError, ObjectAbsent, ObjectStoreUnavailable
 from p2pckpt.ports import Pending, Stored, Upload
 
@@ -45,7 +46,7 @@ class FakeBucket:
 
     def outage(self, lasts_s: float = math.inf) -> None:
         """Nothing is answered for so long; 0 ends it."""
-        self._away_until = asyncio.get_running_loop().time() + lasts_s
+        self._away_until = true_time() + lasts_s
         self.log("bucket", "fault.bucket.outage", {"lasts_s": min(lasts_s, 1e9)})
 
     def slow(self, bytes_per_s: float) -> None:
@@ -69,21 +70,25 @@ class FakeBucket:
         self.objects[name] = self.objects[name][:length]
         self.log("bucket", "fault.bucket.truncate", {"name": name, "length": length})
 
+    def lose(self, name: str) -> None:
+        """An object is gone, and nobody of ours deleted it."""
+        del self.objects[name]
+        self.log("bucket", "fault.bucket.lose", {"name": name})
+
     # -- what the door is made of -----------------------------------------------------------------
 
     async def reach(self, count: int = 0) -> None:
         """Take the time of a request of `count` bytes, or fail; an outage stops what goes on."""
         self.calls += 1
-        loop = asyncio.get_running_loop()
-        end = loop.time() + 0.005 + count / self.bytes_per_s
+        end = true_time() + 0.005 + count / self.bytes_per_s
         while True:
-            away_s = self._away_until - loop.time()
+            away_s = self._away_until - true_time()
             if away_s > 0:
                 await asyncio.sleep(min(self.timeout_s, away_s))
-                if self._away_until > loop.time() or away_s >= self.timeout_s:
+                if self._away_until > true_time() or away_s >= self.timeout_s:
                     raise ObjectStoreUnavailable("bucket: no answer")
-                end = max(end, loop.time())
-            if (left_s := end - loop.time()) <= 0:
+                end = max(end, true_time())
+            if (left_s := end - true_time()) < 1e-6:  # below any clock
                 return
             await asyncio.sleep(min(left_s, 0.25))
 
@@ -97,7 +102,7 @@ class FakeBucket:
         """A multipart upload's id."""
         self._uploads += 1
         upload_id = f"upload-{self._uploads}"
-        self.begun[upload_id] = (name, asyncio.get_running_loop().time())
+        self.begun[upload_id] = (name, true_time())
         return upload_id
 
     def store(self, who: str, name: str, data: bytes) -> None:
@@ -185,7 +190,7 @@ class ObjectsDoor:
     async def pending(self, prefix: str) -> tuple[Pending, ...]:
         """See ports."""
         await self._bucket.reach()
-        now = asyncio.get_running_loop().time()
+        now = true_time()
         return tuple(
             Pending(name, upload_id, now - begun)
             for upload_id, (name, begun) in self._bucket.begun.items()

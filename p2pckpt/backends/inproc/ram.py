@@ -39,6 +39,7 @@ class Store:
         self.files: dict[str, bytearray] = {}
         self.records: dict[str, bytes] = {}
         self.documents: dict[str, bytes] = {}
+        self.ballast_bytes = 0
 
     def descriptor(self, file: str) -> bytearray:
         """The file's bytes, as a descriptor would give them: they outlive its name."""
@@ -64,6 +65,11 @@ class Store:
         packed[offset] ^= 1 << bit
         self.records[file] = bytes(packed)
         self.log("fault.ram.flip_record", {"file": file, "offset": offset, "bit": bit})
+
+    def fill(self, ballast_bytes: int) -> None:
+        """Somebody else takes so much of the node's memory; 0: nobody any more."""
+        self.ballast_bytes = ballast_bytes
+        self.log("fault.ram.fill", {"bytes": ballast_bytes})
 
     def wipe(self) -> None:
         """All is lost: files, records, documents and the store's identity."""
@@ -102,7 +108,7 @@ class FakeArena:
             raise UsageError(f"arena: file {file!r} is there already")
         if capacity < 0:
             raise UsageError(f"arena: capacity of {file!r} is {capacity}, needs >= 0")
-        have = self._budget_bytes - self.used_bytes
+        have = self._budget_bytes - self.used_bytes - self._store.ballast_bytes
         if capacity > have:
             raise NoRoom(
                 f"arena: file {file!r} needs {capacity} bytes, has {have} of {self._budget_bytes}"

@@ -3,7 +3,7 @@
 Intuition. `TrainerSocket` is the path in the file system at which agent and trainers meet: it stays
 when the agent dies. `TrainersDoor` is the agent's end, `FakeTrainer` a process at the other.
 
-Contract. A trainer sees only the files that a Slot or RestoreFile reply handed to it, and keeps
+Contract. A trainer sees only the files that a reply handed to it (`wire.file_of`), and keeps
 them as descriptors: they outlive the agent and the file's name. Requests and replies pass through
 the wire format. An error of `errors` in the handler reaches `call` as the same class; with no agent
 there, or one that dies during the call, it is AgentUnreachable. `on_gone` comes for each trainer
@@ -104,8 +104,8 @@ class FakeTrainer:
         self._log("trainer.reply", reply)
         if isinstance(reply, wire.Failed):
             raise _error(reply)
-        if isinstance(reply, wire.Slot | wire.RestoreFile):
-            self._files[reply.file] = socket.descriptor(reply.file)
+        if (file := wire.file_of(reply)) is not None:
+            self._files[file[0]] = socket.descriptor(file[0])
         return reply
 
     def view(self, file: str, length: int) -> memoryview:

@@ -116,6 +116,15 @@ class TransportDoor:
         """End all transfers, both ways."""
         self.detach()
 
+    def restart(self) -> None:
+        """The process that moves the bytes died, and another one took its place at once."""
+        self._net.log(self._node, "fault.net.mover", {"flows": len(self._flows)})
+        for task in self._flows:
+            task.cancel()
+        for grant in list(self.grants.values()):
+            grant.cancelled = True
+            grant.end(PeerUnreachable(f"grant {grant.nonce}: the mover died"))
+
     def detach(self) -> None:
         """Be gone, as when the process dies."""
         if self._net.doors.get(self.address) is self:
