@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev,ucx-cu12
 
-.PHONY: install python check test test-all demo bench soak world clean
+.PHONY: install python check test test-all demo bench soak world world-planted clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,8 +34,17 @@ bench: install
 soak: install
 	$(BIN)/python -m tests.soak $(ARGS)
 
+# Ten minutes of worlds on two cores; SEEDS=FIRST:END, MINUTES=, JSON=FILE; SEED=S replays one.
 world: install
-	$(BIN)/p2pckpt simulate world --seed $(or $(SEED),1)
+ifdef SEED
+	$(BIN)/p2pckpt simulate world --seed $(SEED)
+else
+	$(BIN)/p2pckpt simulate campaign --seeds $(or $(SEEDS),1:) --minutes $(or $(MINUTES),10) $(if $(JSON),--json $(JSON))
+endif
+
+# Are the checkers able to fail? Each planted bug must be found.
+world-planted: install
+	$(BIN)/python -m tests.planted $(if $(JSON),--json $(JSON)) $(ARGS)
 
 python:
 	@echo $(PYTHON)

@@ -85,6 +85,12 @@ class Config:
     join_timeout_s: float = _setting(300.0, "for all ranks of a launch to join", 1, 7200)
     max_ballots: int = _setting(5, "then restore() raises", 1, 100)
     stop_grace_s: float = _setting(10.0, "SIGTERM ends in-flight saves within this", 0, 600)
+    scrub_period_s: float = _setting(
+        3600.0, "all that is held is read again within this; 0 = never", 0, 30 * 86400
+    )
+    notice_s: float = _setting(
+        1.0, "a changed save schedule has reached every rank by then; by their step time", 0, 600
+    )
     floor_bytes_per_s: int = _setting(50 * _MIB, "slowest link that deadlines allow for", 1)
 
     # object store (empty s3_url: none). Credentials: boto3's own chain, as the AWS tools have it
@@ -99,6 +105,13 @@ class Config:
     offload_every: int = _setting(0, "every Nth committed step goes to the store; 0 = off", 0)
     offload_keep: int = _setting(2, "offloaded steps of a lineage that stay in the store", 1, 1000)
 
+    # how often to save, where the hook says every="auto"
+    mtbf_prior_s: float = _setting(
+        21600.0, "time between failures of a whole job, before any was seen (Llama 3: 2.7 h)", 60
+    )
+    every_low_s: float = _setting(1.0, "never save more often, whatever it costs", 0.01)
+    every_high_s: float = _setting(1800.0, "nor less often: what a failure may cost", 0.01)
+
     # sizes
     chunk_bytes: int = _setting(256 * 1024, "unit of CRC32C and of repair", 512, 512 * 1024)
     piece_bytes: int = _setting(8 * _MIB, "one grant of the transport", 64 * 1024, 64 * _MIB)
@@ -106,6 +119,12 @@ class Config:
     slot_round_bytes: int = _setting(2 * _MIB, "slots are rounded up to huge pages", 1)
     workers: int = _setting(2, "threads for coding and checking", 1, 64)
     min_spare: int = _setting(-1, "node losses a commit must survive; -1 = max(1, m)", -1, 255)
+
+    def shown(self) -> dict[str, Any]:
+        """Every setting's value, for people; secrets masked."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        secret = {f.name: "***" for f in fields(self) if f.metadata["secret"] and values[f.name]}
+        return {**values, **secret}
 
     @property
     def domain_map(self) -> dict[str, str]:
@@ -149,20 +168,15 @@ class Resolved:
 
     def shown(self) -> dict[str, dict[str, Any]]:
         """For ``config show``: value, origin and reason by key; secrets masked."""
+        values = self.config.shown()
         return {
             f.name: {
-                "value": "***"
-                if f.metadata["secret"] and self.value(f.name)
-                else self.value(f.name),
+                "value": values[f.name],
                 "origin": self.origins[f.name],
                 "why": f.metadata["why"],
             }
             for f in fields(Config)
         }
-
-    def value(self, name: str) -> Any:
-        """One setting's effective value."""
-        return getattr(self.config, name)
 
 
 def resolve(
@@ -195,6 +209,10 @@ def resolve(
     if config.keepalive_s * 2 > config.lease_s:
         raise ConfigError(
             f"keepalive_s: {config.keepalive_s}, needs at most half of lease_s ({config.lease_s})"
+        )
+    if config.every_low_s > config.every_high_s:
+        raise ConfigError(
+            f"every_low_s: {config.every_low_s}, needs at most every_high_s ({config.every_high_s})"
         )
     if config.commit_delay_low_s > config.commit_delay_high_s:
         raise ConfigError(

@@ -52,6 +52,7 @@ class JobState:
     rebuilt: r.Rebuilt | None = None
     decisions: dict[tuple[int, int], r.Decision] = field(default_factory=dict)
     closed: dict[tuple[int, int], r.Closed] = field(default_factory=dict)
+    schedules: dict[int, r.Schedule] = field(default_factory=dict)
     offloaded: dict[str, r.Offloaded] = field(default_factory=dict)
     offload_retired: dict[str, r.OffloadRetired] = field(default_factory=dict)
     offload_dropped: set[str] = field(default_factory=set)
@@ -123,6 +124,10 @@ class JobState:
             self.closed.pop(_ballot(key, k.closings), None)
             if value is not None:
                 self.closed[_ballot(key, k.closings)] = unpack(value, r.Closed)
+        elif key.startswith(k.schedules):
+            self.schedules.pop(int(key[len(k.schedules) :]), None)
+            if value is not None:
+                self.schedules[int(key[len(k.schedules) :])] = unpack(value, r.Schedule)
         else:
             self._apply_offload(key, value)
 

@@ -132,6 +132,8 @@ class Member(Record, frozen=True):
     transport_address: str
     domains: dict[str, str] = {}
     release: str = ""
+    draining: bool = False
+    """It is to go: no shard is placed on it any more, and what it holds counts as gone already."""
 
 
 # -- generation -----------------------------------------------------------------------------------
@@ -219,8 +221,6 @@ class FileRecord(Record, frozen=True):
     part: int
     length: int
     manifest_digest: str = ""
-    writer_pid: int = 0
-    writer_started: float = 0.0
 
 
 class RankSnapshot(Record, frozen=True):
@@ -537,6 +537,56 @@ class Cleaned(Record, frozen=True):
     by: str
 
 
+# -- which steps are saved ------------------------------------------------------------------------
+
+
+class Schedule(Record, frozen=True):
+    """Which steps a generation saves, and which is its last; read by `save/due.py`.
+
+    ``plan``: pairs (from step, every), ascending; before the first pair's step that pair holds too.
+    ``extra``: steps that are saved beside the plan. ``last``: saved, and after it training is to
+    end; None: not agreed. What was stays in it, so that a rank which heard late can tell what the
+    others did. ``version`` 0 is what the hook was told, and stands in no ledger.
+    """
+
+    generation: int
+    version: int
+    plan: tuple[tuple[int, int], ...]
+    extra: tuple[int, ...] = ()
+    last: int | None = None
+    by: str = ""
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        starts = [start for start, _ in self.plan]
+        if not self.plan or starts != sorted(set(starts)) or min(e for _, e in self.plan) < 1:
+            raise UsageError(
+                f"schedule plan {self.plan}: needs pairs (from step, every) in ascending order, "
+                "every 1 or more"
+            )
+
+
+class Progress(Record, frozen=True):
+    """How far a rank's loop is, as it tells its agent through shared memory.
+
+    ``version``: count of such records. ``step``: the newest that was asked for; ``stride``: steps
+    since the one before. ``every``, ``auto``: as the hook was told. Seconds are medians of the
+    newest few, 0 while there is none: ``step_s`` from one ask to the next, without the save,
+    ``block_s`` of a save, ``restore_s`` of the restore. ``saves``: begun in this generation.
+    """
+
+    generation: int
+    version: int
+    step: int
+    stride: int
+    every: int
+    auto: bool
+    step_s: float
+    block_s: float
+    restore_s: float
+    saves: int
+
+
 # -- ledger keys ----------------------------------------------------------------------------------
 
 ROOT = "p2pckpt/"
@@ -560,6 +610,7 @@ class JobKeys:
         self.decisions = self.state + "decision/"
         self.closings = self.state + "closed/"
         self.commits = self.state + "commit/"
+        self.schedules = self.state + "schedule/"
         self.offloads = self.state + "offloaded/"
         self.offload_retirements = self.state + "offload_retired/"
         self.offload_drops = self.state + "offload_dropped/"
@@ -569,6 +620,10 @@ class JobKeys:
     def cleaned(self, ledger_id: str) -> str:
         """Of one ledger id."""
         return self.cleanings + ledger_id
+
+    def schedule(self, generation: int) -> str:
+        """Of one generation."""
+        return f"{self.schedules}{generation:010d}"
 
     def outcome(self, attempt: Attempt) -> str:
         """Of one attempt."""

@@ -67,7 +67,6 @@ class PutOffer(r.Record, frozen=True):
 
     attempt: r.Attempt
     owner: str
-    owner_session: str
     index: int
     lengths: tuple[int, ...]
     manifest_bytes: int
@@ -209,6 +208,45 @@ class FreeCleaned(r.Record, frozen=True):
     job: str
 
 
+class LookAgain(r.Record, frozen=True):
+    """A file of the newest step was found wrong or gone: look at once what there is to repair.
+
+    With ``nodes``: nothing is lost, but these hold parts of it that no record names.
+    """
+
+    attempt: r.Attempt
+    nodes: tuple[str, ...] = ()
+
+
+class DrainCall(r.Record, frozen=True):
+    """Begin to drain a node (``draining`` True), end that (False), or say how far it is (None).
+
+    Of an agent's own node, or passed on to the agent that is named. Needs no join.
+    """
+
+    node: str
+    draining: bool | None = None
+
+
+class DrainReply(r.Record, frozen=True):
+    """How far it is. ``done``: the node may go. ``stuck``: what is left finds no place now.
+
+    ``left``: shards that only this node has; ``waiting``: saves in flight that it holds a part of;
+    ``lacking``: in sentences. ``jobs``: JSON, what each job's newest step survives without it.
+    """
+
+    node: str
+    draining: bool
+    done: bool
+    stuck: bool
+    moved: int
+    moved_bytes: int
+    left: int
+    waiting: int
+    lacking: tuple[str, ...]
+    jobs: str
+
+
 class HandIn(r.Record, frozen=True):
     """A node's piece for its group's record: a sealed share or a report. See agent/gather."""
 
@@ -250,10 +288,14 @@ class TrainerRejoin(r.Record, frozen=True):
 
 
 class Joined(r.Record, frozen=True):
-    """The generation that all ranks of the launch now belong to."""
+    """The generation that all ranks of the launch now belong to.
+
+    ``board``: the page of `board.py`, whose descriptor comes along; "": there is no room for one.
+    """
 
     generation: int
     node: str
+    board: str = ""
 
 
 class PrepareSlots(r.Record, frozen=True):
@@ -405,6 +447,25 @@ class RebuildReply(r.Record, frozen=True):
     steps: tuple[int, ...]
 
 
+class ScheduleCall(r.Record, frozen=True):
+    """Agree on an extra step, or on a last one (`last`), for a job or all with ranks here ("").
+
+    Needs no join. Waits at most `wait_s`; with 0 it is only begun.
+    """
+
+    job: str
+    last: bool
+    reason: str
+    wait_s: float
+
+
+class ScheduleReply(r.Record, frozen=True):
+    """What stands now, by job; or why nothing was agreed, by job."""
+
+    schedules: dict[str, r.Schedule] = {}
+    problems: dict[str, str] = {}
+
+
 class StatusQuery(r.Record, frozen=True):
     """How does this node stand? Needs no join."""
 
@@ -434,7 +495,8 @@ class StepQuery(r.Record, frozen=True):
 
 
 class StepReply(r.Record, frozen=True):
-    """The step's records, and who holds what of it now. ``redundancy``: JSON as in status."""
+    """The step's records, who lives, and who holds what of it now. ``redundancy``: JSON as in
+    status."""
 
     job: str
     commit: r.Commit
@@ -442,6 +504,7 @@ class StepReply(r.Record, frozen=True):
     held: dict[str, HeldReply]
     silent: tuple[str, ...]
     redundancy: str
+    members: tuple[r.Member, ...] = ()
 
 
 class VerifyCall(r.Record, frozen=True):
@@ -499,6 +562,18 @@ class Failed(r.Record, frozen=True):
 
 class Leave(r.Record, frozen=True):
     """The trainer is done (close())."""
+
+
+def file_of(reply: r.Record) -> tuple[str, bool] | None:
+    """The RAM file whose descriptor goes with a reply to a trainer; may the trainer write it?"""
+    match reply:
+        case Slot():
+            return reply.file, True
+        case RestoreFile():
+            return reply.file, False
+        case Joined(board=board) if board:
+            return board, True
+    return None
 
 
 # -- the envelope ---------------------------------------------------------------------------------

@@ -1,213 +1,415 @@
 """What must hold, judged from outside: the checkers of the simulated world.
 
-They know what every rank's snapshot of every step must be (`content`), look straight into the
+They know what every rank's snapshot of every step must be (`contents`), look straight into the
 nodes' memory and the ledger's history, and use none of the product's deciders: they code and
-compare bytes themselves. An objection is an AssertionError whose text says what was seen.
+compare bytes themselves. An objection is a sentence that says what was seen, and when.
 
-The rules, numbered as in PROTOCOL.md, "What must hold": (1) a commit has its bytes, at the moment
-it is written and at the quiet end; (2) what is restored is one committed step for all ranks of a
-launch, and bit-exact; (3) no commit goes back within a lineage, none is written by an older
-generation; (5) a WHOLE file is given up only when its attempt is aborted, retired or fenced off;
+The rules, numbered as in PROTOCOL.md, "What must hold": (1) a commit has its bytes when it is
+written, and stays restorable while no more nodes were hit than it could lose when it last had most
+redundancy, judged at every event that takes bytes; (2) what is restored is one step of one launch
+for all ranks, bit-exact, and the newest of the present lineage unless that cannot be had; (3) no
+commit goes back within a lineage, none is written by an older generation; (4) what is told as
+committed is; (5) a WHOLE file is given up only when its attempt is aborted, retired or fenced off;
 (8) a restore never says "nothing" where something was committed.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from random import Random
+from collections.abc import Iterable
 from typing import Any
-
-import numpy as np
 
 from p2pckpt import records as r
 from p2pckpt.backends.inproc.cluster import FakeCluster
-from p2pckpt.backends.inproc.ram import Store
-from p2pckpt.coding.reed_solomon import Code
+from p2pckpt.backends.inproc.net import true_time
 from p2pckpt.errors import FormatError
 from p2pckpt.wire import unpack
+from simulations.contents import (
+    CHUNK_BYTES,
+    Found,
+    Kept,
+    Shelf,
+    Snapshots,
+    content,
+    find,
+    find_share,
+    whole_files,
+)
+from simulations.lives import Life, Lives
+from simulations.promises import Promises
+from simulations.told import Told
 
-CHUNK_BYTES = 1024
-LOSSES = ("crash_lose", "rack_lost", "flip_memory", "flip_record")
-"""Faults that take bytes: after one of them, since a commit, every step must be restorable."""
+__all__ = ["CHUNK_BYTES", "Checkers", "Kept", "content"]
 
-
-@lru_cache(maxsize=4096)
-def content(rank: int, step: int) -> bytes:
-    """The snapshot of a rank at a step: some kilobytes, of a length that fits no chunk."""
-    rng = Random(f"content {rank} {step}")
-    return rng.randbytes(9000 + 37 * rank + step % 13)
-
-
-@lru_cache(maxsize=4096)
-def shards(rank: int, step: int, layout: r.Layout) -> tuple[bytes, ...]:
-    """What each stored shard of that snapshot must be, worked out from the format's definition."""
-    image, k = content(rank, step), layout.k
-    size = -(-len(image) // k)
-    size = -(-size // CHUNK_BYTES) * CHUNK_BYTES
-    padded = np.frombuffer(image.ljust(k * size, b"\0"), np.uint8).reshape(k, size)
-    parity = [np.zeros(size, np.uint8) for _ in range(layout.m)]
-    Code(k, layout.m).encode(list(padded), parity)
-    data = [image[i * size : (i + 1) * size] for i in range(k)]
-    return (*data, *(p.tobytes() for p in parity))
+LEASE_S = 12.0
+"""A store that is gone counts as living until its lease ends: a commit may rest on it so long."""
 
 
 class Checkers:
-    """Memory of what was committed and restored, and the rules."""
+    """Memory of what was committed and restored, and the rules, for one job."""
 
-    def __init__(self, cluster: FakeCluster, job: str) -> None:
+    def __init__(self, cluster: FakeCluster, job: str, spread: bool = True) -> None:
         self.cluster = cluster
         self.keys = r.JobKeys(job)
-        self.restored_steps: dict[str, dict[int, int]] = {}
+        self.spread = spread
         self.objections: list[str] = []
+        self.lives = Lives()
+        self.kept: dict[str, Kept] = {}
+        """Commits that stand, by attempt key."""
+        self.tip: Kept | None = None
+        """Where training stands: the newest commit or restored step, whichever came last."""
+        self.calm = False
+        """No fault works, or has just worked: whoever is asked can be expected to answer."""
+        self.living: list[str] = []
+        """Nodes that are there; the world's own list."""
+        self.commits = 0
+        self.rebuilt_as = ""
+        """Generation of the last rebuild of the ledger: older attempts that did not commit are
+        nobody's, and are kept for ever, as the agents cannot know that they did not."""
+        self.offloaded: dict[str, r.Offloaded] = {}
+        self.saved: set[tuple[str, str]] = set()
+        """(ledger id, attempt key) of every commit there ever was."""
+        self.told = Told(self.saved, self.object)
+        self.promises = Promises(cluster, self.keys, self.object)
+        self._shelf = Shelf()
+        self._damaged: set[tuple[str, str]] = set()
+        self._hits: list[tuple[float, str]] = []
+        self._shares: dict[r.Attempt, dict[int, tuple[r.SealedShare, ...]]] = {}
+        self._steps: dict[str, int] = {}
+        self._ended: set[str] = set()
+        self._cleaned: set[str] = set()
         self._seen = 0
-        self._commits: list[r.Commit] = []
+        self._ledger_id = ""
         self._generation = 0
-        self._ended: dict[str, str] = {}
-        self._whole: dict[tuple[str, str], r.Attempt] = {}
-        self._losses = 0
+        self._keep_last = 1
         cluster.log.listeners.append(self._on_event)
 
     # -- from the event log ----------------------------------------------------------------------
 
     def _on_event(self, who: str, what: str, facts: dict[str, Any]) -> None:
-        """Follow every write of the ledger and every record beside a file."""
+        """Follow every write of the ledger, every record beside a file, every loss."""
+        self.promises.saw(who, what, facts, self.offloaded.values())
         if what == "ledger.write":
             self._read_ledger()
-        elif what == "fault.ram.wipe":
-            self._whole = {key: a for key, a in self._whole.items() if key[0] != who}
-        elif what == "fault" and facts["what"] in LOSSES:
-            self._losses += 1
         elif what == "ram.record":
-            self._on_record(who, facts)
+            self._on_record(who, facts["file"])
         elif what == "ram.remove":
             self._give_up(who, facts["name"], "removed")
+            self._shelf.take(who, facts["name"])
+        elif what == "fault.ram.wipe":
+            self._shelf.wipe(who)
+            self._on_hit(who, None)
+        elif what in ("fault.ram.flip", "fault.ram.flip_record"):
+            self._on_damage(who, facts["file"], what)
+        elif what == "fault.net.late_write":
+            self._on_hit(facts["to"].rpartition("/")[0], None)
+        elif what in ("fault.ledger.wipe", "fault.ledger.rollback"):
+            self._seen = self.cluster.etcd.revision
+        elif what == "note.rebuilt" and facts["job"] == self.keys.job:
+            self._on_rebuilt()
+        elif what in ("note.process_safe", "note.sealed") and facts["job"] == self.keys.job:
+            self._on_note(facts["attempt"], Life.SEALED if what == "note.sealed" else Life.SNAPPED)
 
-    def _on_record(self, node: str, facts: dict[str, Any]) -> None:
-        record = unpack(self.cluster.nodes[node].store.records[facts["file"]], r.FileRecord)
-        if record.state is r.FileState.WHOLE:
-            self._whole[node, facts["file"]] = record.attempt
-        elif self._whole.get((node, facts["file"])) != record.attempt:
-            self._give_up(node, facts["file"], f"taken for {record.attempt.key}")
+    def _on_note(self, key: str, life: Life) -> None:
+        for attempt in [a for a in self.lives.now if a.key == key][-1:]:
+            self._saw(attempt, life)
+
+    def _saw(self, attempt: r.Attempt, life: Life) -> None:
+        if wrong := self.lives.saw(attempt, life):
+            self.object(f"step {attempt.step}, attempt {attempt.key} {wrong}")
+
+    def _on_record(self, node: str, file: str) -> None:
+        store = self.cluster.nodes[node].store
+        record = unpack(store.records[file], r.FileRecord)
+        attempt, whole = record.attempt, record.state is r.FileState.WHOLE
+        known = self._shelf.record(node, file)
+        if known is not None and known.state is r.FileState.WHOLE and known.attempt != attempt:
+            self._give_up(node, file, f"taken for {attempt.key}")
+        self._damaged.discard((node, file))
+        self._shelf.put(node, file, record, store.files[file])
+        if not whole:
+            self.promises.taken(node, file, attempt)
+        if attempt.job != self.keys.job:
+            return
+        if record.kind is r.FileKind.SLOT and not whole:
+            self._saw(attempt, Life.OPEN)
+        elif record.kind is r.FileKind.STAGE and record.owner == node:
+            self._saw(attempt, Life.ENCODED)
+        elif record.kind is r.FileKind.SHARD and whole:
+            self._saw(attempt, Life.SENT)
+        kept = self._kept(attempt)
+        if whole and kept is not None:  # a repair, or what a restore brought
+            self._on_whole(kept, record)
+
+    def _on_whole(self, kept: Kept, record: r.FileRecord) -> None:
+        """A committed step got a file more; one share tells mostly that all have no more yet."""
+        slot, of_rank = record.kind is r.FileKind.SLOT, kept.snapshots.of_rank
+        shares = (
+            of_rank.get(record.part) if slot else None,
+            *(s for s in kept.snapshots.shares if not slot and s.node == record.owner),
+        )
+        for share in (s for s in (*shares, kept.weakest) if s is not None):
+            found = find_share(kept.snapshots, share, self._shelf)
+            if not slot and share.node == record.owner and found.full:
+                self._check_place(kept.commit.attempt.step, found)
+            if found.survives < kept.survives:
+                kept.weakest = share
+                return
+        weakest = min(self.find(kept), key=lambda f: f.survives)
+        kept.weakest = weakest.share
+        if weakest.survives >= kept.survives:
+            kept.survives, kept.hit = weakest.survives, {}
 
     def _give_up(self, node: str, file: str, how: str) -> None:
         """Rule 5."""
-        attempt = self._whole.pop((node, file), None)
-        if attempt is None or attempt.key in self._ended:
+        record = self._shelf.record(node, file)
+        if record is None or record.state is not r.FileState.WHOLE:
             return
-        committed = any(c.attempt == attempt for c in self._commits)
-        if committed or attempt.generation >= self._generation:
-            self._object(f"{node}: {file} of open or committed {attempt.key} was {how}")
+        attempt = record.attempt
+        over = attempt.key in self._ended or attempt.ledger_id in self._cleaned
+        if attempt.job != self.keys.job or over:
+            return
+        if self._kept(attempt) is not None or attempt.generation >= self._generation:
+            self.object(f"{node}: {file} of open or committed {attempt.key} was {how}")
+
+    def _on_damage(self, node: str, file: str, what: str) -> None:
+        self._damaged.add((node, file))
+        record = self._shelf.record(node, file)
+        if what == "fault.ram.flip_record":
+            self._shelf.take(node, file)
+        self._on_hit(node, record.attempt if record is not None else None)
+
+    def _on_hit(self, node: str, attempt: r.Attempt | None) -> None:
+        """Rule 1, at every loss: of one attempt's bytes, or of all that a node has."""
+        self._hits.append((true_time(), node))
+        for kept in self.kept.values():
+            if attempt in (None, kept.commit.attempt):
+                kept.hit[node] = None
+                self._check(kept)
+
+    def _check(self, kept: Kept) -> None:
+        lost = self.lost_ranks(kept)
+        if lost and not kept.gone and len(kept.hit) <= kept.survives:
+            self.object(
+                f"step {kept.commit.attempt.step}: ranks {lost} are gone after {list(kept.hit)} "
+                f"were hit; it could lose any {kept.survives} nodes"
+            )
+        kept.gone = bool(lost)
+
+    # -- the ledger ------------------------------------------------------------------------------
 
     def _read_ledger(self) -> None:
-        """Rules 1 and 3, at the moment of the write."""
-        for change in self.cluster.etcd.changes(self.keys.state, self._seen + 1):
+        for change in self.cluster.etcd.changes(self.keys.root, self._seen + 1):
             self._seen = max(self._seen, change.revision)
-            if change.value is None:
-                continue
-            try:
-                self._on_state(change.key, change.value)
-            except FormatError:
-                continue  # a record that was damaged on purpose
+            if change.value is not None:
+                try:
+                    self._on_write(change.key, change.value)
+                except FormatError:
+                    continue  # a record that was damaged on purpose
 
-    def _on_state(self, key: str, value: bytes) -> None:
-        if key == self.keys.generation:
-            self._generation = unpack(value, r.Generation).number
-        elif key.startswith(self.keys.retirements):
-            self._ended[unpack(value, r.Retired).attempt.key] = "retired"
-        elif key.startswith(self.keys.outcomes):
+    def _on_write(self, key: str, value: bytes) -> None:
+        keys = self.keys
+        self.promises.wrote(key, value)
+        if key == keys.ledger_id:
+            self._ledger_id = value.decode()
+        elif key == keys.generation:
+            generation = unpack(value, r.Generation)
+            self._generation, self._keep_last = generation.number, generation.keep_last
+            self.lives.generation_began(self._generation)
+        elif key.startswith(keys.groups):
+            group = unpack(value, r.GroupRecord)
+            self._shares.setdefault(group.attempt, {})[group.group] = group.shares
+        elif key.startswith(keys.retirements):
+            attempt = unpack(value, r.Retired).attempt
+            self._ended.add(attempt.key)
+            self.promises.retired(attempt, self.kept, self._keep_last)
+            if self.kept.pop(attempt.key, None) is not None:
+                self._saw(attempt, Life.RETIRED)
+        elif key.startswith(keys.outcomes):
             outcome = unpack(value, r.Outcome)
             if outcome.verdict is r.Verdict.ABORT:
-                self._ended[outcome.attempt.key] = "aborted"
-        elif key.startswith(self.keys.commits):
+                self._ended.add(outcome.attempt.key)
+                self._saw(outcome.attempt, Life.ABANDONED)
+        elif key.startswith(keys.cleanings):
+            self._cleaned.add(unpack(value, r.Cleaned).ledger_id)
+            self.kept, self.tip = {}, None
+            self.saved.clear()
+        elif key.startswith(keys.commits):
             self._on_commit(unpack(value, r.Commit))
+        elif key.startswith(keys.decisions):
+            self._on_decision(unpack(value, r.Decision))
+        elif key.startswith(keys.closings):
+            self._on_closed(unpack(value, r.Closed))
+        elif key.startswith(keys.offloads):
+            self._on_offloaded(unpack(value, r.Offloaded))
 
     def _on_commit(self, commit: r.Commit) -> None:
+        """Rules 1 and 3, at the moment of the write."""
         attempt = commit.attempt
-        if any(c.attempt == attempt for c in self._commits):
+        if (attempt.ledger_id, attempt.key) in self.saved:
             return  # written again by a rebuild
+        self.commits += 1
+        self.saved.add((attempt.ledger_id, attempt.key))
         if attempt.generation != self._generation:
-            self._object(f"{attempt.key} committed in generation {self._generation}")
-        before = [c.attempt.step for c in self._commits if c.lineage == commit.lineage]
-        if before and attempt.step <= max(before):
-            self._object(f"step {attempt.step} committed after {max(before)} of its lineage")
-        self._commits.append(commit)
-        self._losses = 0
-        if lost := self.lost_ranks(commit):
-            self._object(f"step {attempt.step} committed without the bytes of ranks {lost}")
+            self.object(f"{attempt.key} committed in generation {self._generation}")
+        if attempt.step <= self._steps.get(commit.lineage, -1):
+            newest = self._steps[commit.lineage]
+            self.object(f"step {attempt.step} committed after {newest} of its lineage")
+        self._steps[commit.lineage] = attempt.step
+        self._saw(attempt, Life.COMMITTED)
+        shares = [s for _, part in sorted(self._shares.get(attempt, {}).items()) for s in part]
+        writer = self.told.started.get((attempt.ledger_id, attempt.generation), ("", None))[0]
+        snapshots = Snapshots(attempt, commit.layout, writer, tuple(shares))
+        kept = self.kept[attempt.key] = self.tip = Kept(commit, snapshots, true_time())
+        self._check_commit(kept)
+        for other in self.kept.values():
+            self._check_bytes(other)
 
-    def _object(self, what: str) -> None:
-        self.objections.append(f"at {asyncio.get_running_loop().time():.3f} s: {what}")
+    def _check_commit(self, kept: Kept) -> None:
+        commit, found = kept.commit, self.find(kept)
+        step, world = commit.attempt.step, range(commit.world_size)
+        known = {rank for f in found for rank in f.share.ranks}
+        lost = sorted({rank for f in found for rank in f.lost_ranks} | (set(world) - known))
+        if lost:
+            self.object(f"step {step} committed without the bytes of ranks {lost}")
+        kept.survives, kept.gone = min((f.survives for f in found), default=-1), bool(lost)
+        recent = {node for at_s, node in self._hits if at_s > true_time() - LEASE_S}
+        spare = max(1, commit.layout.m)
+        if not recent and not lost and kept.survives < spare:
+            self.object(f"step {step} committed; it survives {kept.survives} losses, not {spare}")
+        if not recent and not commit.degraded and not all(f.full for f in found):
+            lacking = {f.share.node: f.missing for f in found if not f.full}
+            self.object(f"step {step} committed as full, and lacks {lacking}")
+        if not commit.degraded:
+            for f in found:
+                self._check_place(step, f)
+
+    def _check_place(self, step: int, found: Found) -> None:
+        """No two shards on a host, and no rack has more than the parity can replace."""
+        self.promises.placed(step, found, self.living if self.spread and self.calm else ())
+
+    def _check_bytes(self, kept: Kept) -> None:
+        """Rule 7: what a committed file has, nobody writes any more."""
+        for node, files in self._shelf.nodes.items():
+            for name, (record, image) in files.items():
+                of_it = record.attempt == kept.commit.attempt
+                whole = record.state is r.FileState.WHOLE and record.kind is not r.FileKind.STAGE
+                if not of_it or not whole or (node, name) in self._damaged or node in kept.hit:
+                    continue
+                if not kept.snapshots.is_right(record, image):
+                    step = kept.commit.attempt.step
+                    self.object(f"{node}: {record.kind} {record.part} of step {step} has changed")
+                    self._damaged.add((node, name))
+
+    def _on_decision(self, decision: r.Decision) -> None:
+        """Rule 2: the newest step of the present lineage, unless it cannot be had."""
+        _, asked = self.told.started.get((self._ledger_id, decision.generation), ("", None))
+        tip, commit = self.tip, decision.commit
+        if decision.choice is not r.Choice.RESTORE or commit is None or tip is None:
+            return
+        if asked is not None and commit.attempt.step != asked:
+            self.object(f"step {asked} was asked for, {commit.attempt.step} decided")
+        elif asked is None and commit.attempt != tip.commit.attempt:
+            newest = tip.commit.attempt.step
+            if self.calm and not self.lost_ranks(tip):
+                self.object(f"step {commit.attempt.step} decided, and {newest} is there and newer")
+
+    def _on_closed(self, closed: r.Closed) -> None:
+        self.promises.closed(closed)
+        commit = closed.commit
+        if closed.close is r.Close.OK and closed.choice is r.Choice.RESTORE and commit is not None:
+            self.tip = self.kept.get(commit.attempt.key, self.tip)
+
+    def _on_offloaded(self, offloaded: r.Offloaded) -> None:
+        attempt = offloaded.commit.attempt
+        if attempt.key not in self.offloaded:
+            self._saw(attempt, Life.OFFLOADED)
+            if (kept := self._kept(attempt)) is not None:
+                self.promises.offloaded(kept)
+        self.offloaded[attempt.key] = offloaded
+
+    def _on_rebuilt(self) -> None:
+        """The ledger is what the agents remembered: nothing older than a moment may be missing."""
+        entries = self.cluster.etcd.list(self.keys.commits).entries
+        commits = [unpack(e.value, r.Commit) for e in entries]
+        known = {c.attempt.key for c in commits}
+        for key, kept in list(self.kept.items()):
+            if key not in known:
+                del self.kept[key]
+                self._ended.discard(key)
+                if self.tip is kept:
+                    self.tip = None
+        self.rebuilt_as = f"{self._generation:010d}"
+        self._steps = {}
+        for commit in commits:
+            steps = (self._steps.get(commit.lineage, -1), commit.attempt.step)
+            self._steps[commit.lineage] = max(steps)
+        if self.tip is None:
+            newest = max(commits, key=lambda c: c.attempt.key, default=None)
+            self.tip = self.kept.get(newest.attempt.key) if newest is not None else None
 
     # -- looking into memory ---------------------------------------------------------------------
 
-    def lost_ranks(self, commit: r.Commit, without: Iterable[str] = ()) -> list[int]:
-        """Ranks whose right bytes cannot be had from the stores, leaving out some nodes."""
-        nodes = self.cluster.nodes
-        stores = [nodes[name].store for name in nodes if name not in set(without)]
-        return [r_ for r_ in range(commit.world_size) if not self._restorable(commit, r_, stores)]
+    def find(self, kept: Kept, without: Iterable[str] = ()) -> list[Found]:
+        """Where the right bytes of a commit are now, share by share."""
+        return find(kept.snapshots, self._shelf, without)
 
-    def _restorable(self, commit: r.Commit, rank: int, stores: list[Store]) -> bool:
-        wanted = content(rank, commit.attempt.step)
-        pieces = shards(rank, commit.attempt.step, commit.layout)
-        found: set[int] = set()
-        for store in stores:
-            for record, image in _whole_files(store, commit.attempt):
-                if record.kind is r.FileKind.SLOT and record.part == rank:
-                    if image[: len(wanted)] == wanted:
-                        return True
-                elif record.kind is r.FileKind.SHARD and pieces[record.part] in image:
-                    found.add(record.part)
-        return len(found) >= commit.layout.k
+    def survives(self, kept: Kept) -> int:
+        """How many more node losses a commit can take, -1 if it is gone."""
+        return min((f.survives for f in self.find(kept)), default=-1)
 
-    # -- what the trainers saw -------------------------------------------------------------------
+    def lost_ranks(self, kept: Kept, without: Iterable[str] = ()) -> list[int]:
+        """Ranks whose right bytes cannot be had from memory, nor from the object store."""
+        attempt, bucket = kept.commit.attempt, self.cluster.bucket
+        lost = [rank for f in self.find(kept, without) for rank in f.lost_ranks]
+        if bucket is not None and attempt.key in self.offloaded:
+            whole = set(bucket.objects.values())
+            wanted = {k: content(k, attempt.step, kept.snapshots.writer) for k in lost}
+            lost = [rank for rank in lost if wanted[rank] not in whole]
+        return sorted(lost)
 
-    def commits_seen(self) -> int:
-        """How many commits there were in all."""
-        return len(self._commits)
+    def files_of(self, kept: Kept, owner: str) -> list[tuple[str, str, int]]:
+        """Node, name and length of every WHOLE file that has a part of one share of a commit."""
+        return whole_files(kept.snapshots, owner, self._shelf.nodes)
 
-    def restored(self, launch: str, rank: int, step: int, image: bytes) -> None:
-        """Rule 2: a rank has its bytes back."""
-        wanted = content(rank, step)
-        assert image == wanted, (
-            f"rank {rank} restored step {step}: {hashlib.sha256(image).hexdigest()[:12]}, "
-            f"saved {hashlib.sha256(wanted).hexdigest()[:12]}"
-        )
-        steps = self.restored_steps.setdefault(launch, {})
-        steps[rank] = step
-        assert len(set(steps.values())) == 1, f"{launch} restored different steps: {steps}"
-        assert any(c.attempt.step == step for c in self._commits), f"step {step} was not committed"
+    def _kept(self, attempt: r.Attempt) -> Kept | None:
+        kept = self.kept.get(attempt.key)
+        return kept if kept is not None and kept.commit.attempt == attempt else None
 
-    def restored_nothing(self) -> None:
-        """Rule 8: a restore found, so it says, provably nothing."""
-        assert not self._commits, f"restore said 'nothing' after {len(self._commits)} commits"
+    # -- the ends --------------------------------------------------------------------------------
 
-    def refused_for_good(self) -> None:
-        """Rule 1, the other way round: a restore that refuses does so only when bytes are gone, and
-        one loss since the newest commit was not enough to take them."""
-        assert self._commits, "restore refused, and nothing was ever committed"
-        commit = self._commits[-1]
-        lost = self.lost_ranks(commit)
-        assert lost, f"restore refused step {commit.attempt.step}, and all its bytes are there"
-        assert self._losses > 1, f"one loss took step {commit.attempt.step}: ranks {lost}"
+    def joined(self, launch: str, generation: int, asks: int | None) -> None:
+        """A rank was told its generation; from then on it writes as this launch."""
+        entry = self.cluster.etcd.get(self.keys.ledger_id)
+        ledger_id = entry.value.decode() if entry is not None else self._ledger_id
+        self.told.joined(ledger_id, generation, launch, asks)
+
+    def forgotten(self) -> None:
+        """The ledger was lost, and nobody remembers any commit: then none should stand."""
+        if steps := [kept.commit.attempt.step for kept in self.kept.values() if not kept.gone]:
+            self.object(f"the ledger was lost, and nobody has a copy of steps {steps}")
+
+    def refused_for_good(self) -> str:
+        """Rule 1, the other way round: why restores rightly refuse, "" if they should not."""
+        tip = self.tip
+        if tip is None:
+            return "" if self.kept else "nothing that could be restored is left"
+        lost = self.lost_ranks(tip)
+        if not lost or self.can_go_back():
+            return ""
+        return f"step {tip.commit.attempt.step}: ranks {lost} are gone, {list(tip.hit)} hit"
+
+    def can_go_back(self) -> bool:
+        """Is there an older step of the present lineage that can be had?"""
+        others = (k for k in self.kept.values() if k is not self.tip)
+        lineage = self.tip.commit.lineage if self.tip is not None else ""
+        return any(k.commit.lineage == lineage and not self.lost_ranks(k) for k in others)
 
     def at_end(self) -> None:
-        """After a quiet end: nothing objected, and the newest commit has its bytes."""
-        assert not self.objections, "; ".join(self.objections[:5])
-        if self._commits and self._losses < 2:
-            lost = self.lost_ranks(self._commits[-1])
-            step = self._commits[-1].attempt.step
-            assert not lost, f"step {step}, the newest: bytes of ranks {lost} are gone"
+        """Once more, all that stands."""
+        for kept in self.kept.values():
+            self._check_bytes(kept)
+            self._check(kept)
 
-
-def _whole_files(store: Store, attempt: r.Attempt) -> Iterator[tuple[r.FileRecord, bytes]]:
-    """Files of an attempt with a valid WHOLE record, and their bytes."""
-    for file, packed in store.records.items():
-        try:
-            record = unpack(packed, r.FileRecord)
-        except FormatError:
-            continue
-        if record.state is r.FileState.WHOLE and record.attempt == attempt:
-            yield record, bytes(store.files[file][: record.length])
+    def object(self, what: str) -> None:
+        """Note what must not be."""
+        self.objections.append(f"at {true_time():.3f} s, {self.keys.job}: {what}")

@@ -9,6 +9,7 @@ or clock in the loop (they are refused), and tasks and futures hash by creation 
 `asyncio.TaskGroup` and `asyncio.wait` walk sets whose order would otherwise follow addresses.
 A run that can never go on (nothing is ready, no timer is set, the main task is not done) raises
 `Stuck` with the pending tasks named; so does one that passes its bound of virtual seconds or turns.
+What runs in a context with a `LocalClock` reads that one, and its timers go by it.
 
 Consequence. A hang is a finding with a name, hours cost milliseconds, and a seed reproduces a run.
 A turn in which code never awaits cannot be noticed here, as in any event loop.
@@ -17,6 +18,7 @@ A turn in which code never awaits cannot be noticed here, as in any event loop.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import math
 import selectors
@@ -38,6 +40,31 @@ class Stuck(Exception):
         super().__init__("\n  ".join((f"{why}; {len(pending)} pending tasks:", *pending)))
         self.why = why
         self.pending = pending
+
+
+class LocalClock:
+    """A machine's own clock: it began somewhere else, and may be faster or slower than others."""
+
+    def __init__(self, offset_s: float = 0.0) -> None:
+        self.rate = 1.0
+        self._true = 0.0
+        self._local = offset_s
+
+    def at(self, true_s: float) -> float:
+        """What it shows."""
+        return self._local + (true_s - self._true) * self.rate
+
+    def true(self, local_s: float) -> float:
+        """When it will show that, or did."""
+        return self._true + (local_s - self._local) / self.rate
+
+    def set_rate(self, rate: float, true_s: float) -> None:
+        """From now on another rate; it never jumps."""
+        self._local, self._true, self.rate = self.at(true_s), true_s, rate
+
+
+LOCAL: contextvars.ContextVar[LocalClock | None] = contextvars.ContextVar("LOCAL", default=None)
+"""The clock of the machine on which what runs now runs; None: true time."""
 
 
 class _NumberedTask(asyncio.Task[Any]):
@@ -110,8 +137,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.turns = 0
 
     def time(self) -> float:
-        """Virtual seconds."""
-        return self._now
+        """Virtual seconds, by the local clock if there is one."""
+        local = LOCAL.get()
+        return self._now if local is None else local.at(self._now)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
+        """A timer by the clock that `time` shows here."""
+        if (local := LOCAL.get()) is not None:
+            when = max(self._now, local.true(when))
+        return super().call_at(when, callback, *args, context=context)
 
     def pending(self) -> list[asyncio.Task[Any]]:
         """All unfinished tasks in order of creation."""

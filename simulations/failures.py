@@ -1,8 +1,9 @@
-"""What can go wrong in the simulated world, and when, by seed.
+"""What can go wrong in the simulated world, and when, by seed: machines, network, memory.
 
 A fault is a function that does its harm to a node (or the ledger, or the network) and mends it
 after a while, where it can be mended. `plan` draws when each of a list of faults strikes, on which
-of the nodes that then live, and for how long: only from the seed.
+of the nodes that then live, and for how long: only from the seed. Faults of the ledger, the object
+store, the jobs and whole racks are in `shocks`.
 
 Contract: faults act through the world's own switches (crash, pause, partition, RAM, weather,
 ledger), never on the product's objects; each is told to the event log. At its end the world is
@@ -12,10 +13,10 @@ whole again, but for what was lost for good.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 from p2pckpt.backends.inproc.cluster import FakeCluster, FakeNode
 
@@ -36,8 +37,10 @@ class HasWorld(Protocol):
 
     cluster: FakeCluster
     living: list[str]
+    launchers: list[Any]
+    clocks: dict[str, Any]
 
-    def add_node(self, name: str, rack: str) -> None:
+    def add_node(self, name: str, domains: Mapping[str, str]) -> None:
         """A new machine with a running agent."""
         ...
 
@@ -50,8 +53,15 @@ class HasWorld(Protocol):
         ...
 
     async def stop_agent(self, node: FakeNode, keep_memory: bool) -> None:
-        """The agent process dies, or the whole machine."""
+        """The agent process dies, or the whole machine; no harm if it is dead already."""
         ...
+
+    async def dismiss(self, node: FakeNode) -> None:
+        """Tell the agent to stop, as SIGTERM does, and wait until it has."""
+        ...
+
+
+Strike = Callable[[HasWorld, FakeNode, Fault], Awaitable[None]]
 
 
 def plan(seed: int, faults: Sequence[str], span_s: float) -> list[Fault]:
@@ -74,22 +84,19 @@ def plan(seed: int, faults: Sequence[str], span_s: float) -> list[Fault]:
 
 async def crash_lose(world: HasWorld, node: FakeNode, fault: Fault) -> None:
     """A machine is lost for good; another one, of another name, takes its place later."""
-    await world.stop_agent(node, keep_memory=False)
     world.living.remove(node.name)
+    await world.stop_agent(node, keep_memory=False)
     await asyncio.sleep(fault.lasts_s)
-    world.add_node(world.spare_name(), node.domains["rack"])
+    world.add_node(world.spare_name(), node.domains)
 
 
-async def rack_lost(world: HasWorld, node: FakeNode, fault: Fault) -> None:
-    """All machines of a rack are lost for good, at once; others take their places later."""
-    nodes, rack = world.cluster.nodes, node.domains["rack"]
-    lost = [name for name in world.living if nodes[name].domains["rack"] == rack]
-    for name in lost:
-        await world.stop_agent(nodes[name], keep_memory=False)
-        world.living.remove(name)
+async def reboot(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """A machine loses its memory, and comes back under its name."""
+    world.living.remove(node.name)
+    await world.stop_agent(node, keep_memory=False)
     await asyncio.sleep(fault.lasts_s)
-    for _ in lost:
-        world.add_node(world.spare_name(), rack)
+    world.start_agent(node)
+    world.living.append(node.name)
 
 
 async def crash_keep(world: HasWorld, node: FakeNode, fault: Fault) -> None:
@@ -99,6 +106,16 @@ async def crash_keep(world: HasWorld, node: FakeNode, fault: Fault) -> None:
     world.start_agent(node)
 
 
+async def flapping(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """The agent process dies again and again, soon after each start."""
+    rng = Random(fault.chance)
+    for _ in range(3):
+        await world.stop_agent(node, keep_memory=True)
+        await asyncio.sleep(rng.uniform(0.0, 2.0))
+        world.start_agent(node)
+        await asyncio.sleep(rng.uniform(0.0, 4.0))
+
+
 async def pause(_world: HasWorld, node: FakeNode, fault: Fault) -> None:
     """An agent stands still, perhaps for longer than its lease."""
     node.pause()
@@ -106,10 +123,42 @@ async def pause(_world: HasWorld, node: FakeNode, fault: Fault) -> None:
     node.resume()
 
 
+async def mover_dies(_world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """The process that moves payload dies some times; the agent lives."""
+    for _ in range(5):
+        node.mover_dies()
+        await asyncio.sleep(fault.lasts_s / 5)
+
+
 async def trainer_dies(_world: HasWorld, node: FakeNode, _fault: Fault) -> None:
     """The ranks of a node are killed; its agent lives."""
     for trainer in node.trainers:
         trainer.kill()
+
+
+async def node_leaves(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """An agent is told to stop, then its machine goes; another one comes later."""
+    if len(world.living) > 1:
+        world.living.remove(node.name)
+        for trainer in node.trainers:
+            trainer.kill()
+        await world.dismiss(node)
+        await world.stop_agent(node, keep_memory=False)
+        await asyncio.sleep(fault.lasts_s)
+        world.add_node(world.spare_name(), node.domains)
+
+
+async def node_joins(world: HasWorld, node: FakeNode, _fault: Fault) -> None:
+    """A spare machine comes, beside a node."""
+    world.add_node(world.spare_name(), node.domains)
+
+
+async def clock_skew(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """A node's clock goes up to a quarter too fast or too slow for a while."""
+    clock, now = world.clocks[node.name], asyncio.get_running_loop().time
+    clock.set_rate(Random(fault.chance).choice((0.8, 0.95, 1.05, 1.25)), now())
+    await asyncio.sleep(fault.lasts_s)
+    clock.set_rate(1.0, now())
 
 
 # -- network --------------------------------------------------------------------------------------
@@ -139,12 +188,38 @@ async def cut_from_ledger(world: HasWorld, node: FakeNode, fault: Fault) -> None
     world.cluster.heal()
 
 
-async def bad_weather(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
-    """Messages are lost and doubled, and bits flip on the wire."""
+async def _weather(world: HasWorld, lasts_s: float, **change: Any) -> None:
+    """Add to what the weather is now, and take away as much: faults may overlap."""
     net = world.cluster.net
-    fair, net.weather = net.weather, replace(net.weather, loss=0.05, duplicate=0.05, flip=0.05)
-    await asyncio.sleep(fault.lasts_s)
-    net.weather = fair
+    for sign in (1, -1):
+        now = {name: getattr(net.weather, name) + sign * by for name, by in change.items()}
+        net.weather = replace(net.weather, **{name: round(x, 9) for name, x in now.items()})
+        if sign > 0:
+            await asyncio.sleep(lasts_s)
+
+
+async def bad_weather(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
+    """Messages are lost and doubled."""
+    await _weather(world, fault.lasts_s, loss=0.05, duplicate=0.05)
+
+
+async def reorder(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
+    """Some messages come late, and others overtake them."""
+    await _weather(world, fault.lasts_s, late=0.1, duplicate=0.02)
+
+
+async def flip_wire(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
+    """Bits flip on the wire."""
+    await _weather(world, fault.lasts_s, flip=0.1)
+
+
+async def late_write(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """A node's link nearly stands, and what is under way is written even if nobody waits for it
+    any more: into a buffer whose grant was cancelled."""
+    world.cluster.net.slow(node.name, 1e3)
+    await _weather(world, 15.0 + fault.lasts_s, late_write=True)
+    world.cluster.net.slow(node.name, 50e6)
+    await asyncio.sleep(2.0)
 
 
 async def slow_node(world: HasWorld, node: FakeNode, fault: Fault) -> None:
@@ -174,56 +249,38 @@ async def flip_record(_world: HasWorld, node: FakeNode, fault: Fault) -> None:
         node.store.flip_record(file, rng.randrange(len(node.store.records[file])), rng.randrange(8))
 
 
-# -- ledger ---------------------------------------------------------------------------------------
-
-
-async def ambiguous(world: HasWorld, _node: FakeNode, _fault: Fault) -> None:
-    """The next transaction of every agent gets no answer; half of them happened."""
-    for name in world.living:
-        world.cluster.etcd.ambiguous_next(name)
-
-
-async def ledger_outage(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
-    """Nobody reaches the ledger for a while."""
-    for name in list(world.cluster.nodes):
-        world.cluster.etcd.unavailable(name, fault.lasts_s)
+async def full_ram(_world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """Somebody else takes nearly all of a node's memory for a while."""
+    used = sum(len(held) for held in node.store.files.values())
+    node.store.fill(max(0, node.budget_bytes - used - Random(fault.chance).randrange(30_000)))
     await asyncio.sleep(fault.lasts_s)
+    node.store.fill(0)
 
 
-async def ttl_reset(world: HasWorld, _node: FakeNode, _fault: Fault) -> None:
-    """The ledger's leader changes: all leases begin anew."""
-    world.cluster.etcd.expire_all_ttl_reset()
-
-
-async def compact(world: HasWorld, node: FakeNode, fault: Fault) -> None:
-    """The ledger forgets its history while a node cannot follow it."""
-    world.cluster.cut_from_ledger(node.name)
-    await asyncio.sleep(fault.lasts_s)
-    etcd = world.cluster.etcd
-    if etcd.revision > etcd.compacted:
-        etcd.compact(etcd.revision)
-    world.cluster.heal()
-
-
-FAULTS: dict[str, Callable[[HasWorld, FakeNode, Fault], Awaitable[None]]] = {
+FAULTS: dict[str, Strike] = {
     f.__name__: f
     for f in (
         crash_lose,
-        rack_lost,
+        reboot,
         crash_keep,
+        flapping,
         pause,
+        mover_dies,
         trainer_dies,
+        node_leaves,
+        node_joins,
+        clock_skew,
         partition,
         one_way,
         cut_from_ledger,
         bad_weather,
+        reorder,
+        flip_wire,
+        late_write,
         slow_node,
         flip_memory,
         flip_record,
-        ambiguous,
-        ledger_outage,
-        ttl_reset,
-        compact,
+        full_ram,
     )
 }
-"""By name, as options and results name them."""
+"""By name, as options and results name them; `shocks` adds its own."""

@@ -7,44 +7,46 @@ Whoever asked for a step is a visitor: a reader's record under this agent's leas
 from retirement until the visitor's process is gone, and what was brought for it is given back then
 (or when it says that it is done). So an interrupted command leaves nothing behind.
 
-Contract: nothing here changes what is stored, but for the reader's record. An export prefers the
-node's own slot, after it was read and was right; else the restore pipeline brings the rank into a
-staging file that is never taken for a copy. Every wait has the deadlines of its bytes.
+Contract: nothing here changes what is stored, but for the reader's record. A step that RAM retired
+and the object store has is read from there, as a restore does. An export prefers the node's own
+slot, after it was read and was right; else the restore pipeline brings the rank into a staging file
+that is never taken for a copy. Every wait has the deadlines of its bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.bringing import bring, fetching, give_back
+from p2pckpt.agent.bucket import offloaded_groups
 from p2pckpt.agent.cleaning import clean, known_jobs
 from p2pckpt.agent.context import RETRY_S, Home, JobContext
 from p2pckpt.agent.deciding import ask_all, groups_of
 from p2pckpt.agent.holdings import Held, document_name
+from p2pckpt.agent.rereading import bad_in_file, bad_in_object
 from p2pckpt.agent.status import redundancy
 from p2pckpt.errors import (
     AmbiguousAnswer,
     CheckpointError,
     IntegrityError,
     LedgerUnavailable,
+    ObjectAbsent,
+    ObjectStoreUnavailable,
     SourcesAway,
     UsageError,
 )
 from p2pckpt.jobstate import JobState
-from p2pckpt.ports import Put, TrainerId, Txn, absent
-from p2pckpt.restore.fetch import Fetching, fetch_manifest
+from p2pckpt.ports import Put, TrainerId, Txn, absent, present
+from p2pckpt.restore.fetch import OBJECT_STORE, Fetching, fetch_manifest
 from p2pckpt.restore.locate import candidates
-from p2pckpt.restore.verify import bad_chunks, open_manifest, snapshot_table
+from p2pckpt.restore.verify import open_manifest, snapshot_table
 from topology.cluster import TopologyError
-
-BAD_NAMED = 256
-"""Wrong chunks that a reply names, of each piece."""
 
 Question = (
     w.JobsQuery
@@ -78,34 +80,24 @@ def choose_job(given: str, known: Iterable[str]) -> str:
 
 
 def find_commit(state: JobState, step: int | None) -> r.Commit | str:
-    """The commit of a step (None: the latest) whose bytes are in RAM; else why there is none."""
+    """The commit of a step (None: the latest), in RAM or in the object store only; else why there
+    is none. A restore of the step would take the same, if it may take any."""
     if step is None:
         latest = state.latest()
         step = latest.attempt.step if latest is not None else None
-    tries = [c for c in candidates(state, step) if state.committed(c.attempt)]
-    tries += [c for _, c in sorted(state.commits.items()) if c.attempt.step == step]
+    known = [c for _, c in sorted(state.known_commits().items())]
+    tries = [*candidates(state, step), *(c for c in known if c.attempt.step == step)]
     if step is not None and tries:
         return tries[0]
-    steps = sorted({s for _, s in state.commits})
+    steps = sorted({c.attempt.step for c in known})
     held = f"committed: {steps[-16:]}" if steps else "no step is committed"
-    if any(o.commit.attempt.step == step for o in state.offloaded.values()):
-        held += f"; step {step} is in the object store only"
     return f"job {state.keys.job}, step {'latest' if step is None else step}: {held}"
 
 
-def pieces_of(
-    manifest: r.Manifest, kind: r.FileKind, part: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """(rank, shard, offset, length) of all shards' pieces in one slot or shard file."""
-    if kind is r.FileKind.SHARD:
-        for e in manifest.ranks:
-            length = e.stored_bytes(part, manifest.layout.k)
-            yield e.rank, part, manifest.shard_offset(e.rank, part), length
-        return
-    entry = manifest.of_rank(part)
-    for shard in range(manifest.layout.k):
-        length = entry.stored_bytes(shard, manifest.layout.k)
-        yield part, shard, min(shard * entry.shard_bytes, entry.length), length
+def tiers_of(state: JobState, attempt: r.Attempt) -> list[str]:
+    """Where the records say that a step lies: "ram", "s3" or both."""
+    ram = ["ram"] if state.committed(attempt) is not None else []
+    return ram + (["s3"] if attempt.key in state.offloaded else [])
 
 
 class Asking:
@@ -172,6 +164,7 @@ class Asking:
                 "world_size": generation.world_size if generation else None,
                 "layout": str(generation.layout) if generation else None,
                 "latest": latest.attempt.step if latest else None,
+                "steps": _steps(state) if state else [],
                 "held_bytes": held.get(job, 0),
                 "in_ledger": state is not None,
             }
@@ -188,12 +181,11 @@ class Asking:
             return w.RefusedReply(reason=commit)
         await self._register(who, visit, ctx, commit.attempt)
         held, silent = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
-        try:
-            losses = await redundancy(ctx, commit)
-        except TopologyError as e:
-            losses = {"why": str(e)}
-        groups = tuple(await groups_of(ctx, commit.attempt))
-        reply = w.StepReply(ctx.job, commit, groups, held, tuple(silent), json.dumps(losses))
+        groups = await groups_of(ctx, commit.attempt) or await offloaded_groups(ctx, commit.attempt)
+        losses = json.dumps(await _losses(ctx, commit))
+        living = (await self.home.living(self.home.config.keepalive_s)).members
+        members = tuple(living[node] for node in sorted(living))
+        reply = w.StepReply(ctx.job, commit, tuple(groups), held, tuple(silent), losses, members)
         visit.steps[commit.attempt] = reply
         return reply
 
@@ -206,6 +198,8 @@ class Asking:
         key = f"{ctx.keys.readers(attempt)}{self.home.node}.{who.pid}"
         visit.readers[key] = ctx
         there = absent(ctx.keys.retired(attempt))
+        if ctx.state.committed(attempt) is None:
+            there = present(ctx.keys.offloaded(attempt))
         compares = (ctx.state.same_ledger(), ctx.state.not_cleaned(), there)
         await ctx.transact(Txn(compares, (Put(key, b"1", self.home.session),)))
         if await self.home.doors.ledger.get(key) is None:
@@ -222,9 +216,12 @@ class Asking:
             except CheckpointError as e:
                 self.home.doors.notes("manifest_wrong", {"why": str(e)})
         share = _share(reply, lambda s: s.node == query.owner)
+        job = await self._fetching(reply, share, share.ranks[0])
         try:
-            manifest = await fetch_manifest(await self._fetching(reply, share, share.ranks[0]))
+            manifest = await fetch_manifest(job)
         except IntegrityError as e:
+            if job.away:
+                raise ObjectStoreUnavailable(str(e)) from e
             return w.RefusedReply(reason=str(e))
         packed = w.pack(manifest)
         return w.ManifestReply(len(packed), packed)
@@ -232,7 +229,13 @@ class Asking:
     # -- verify -----------------------------------------------------------------------------------
 
     async def _verify(self, call: w.VerifyCall) -> r.Record:
-        """Have the node look that holds the file."""
+        """Have the node look that holds the file; an object is read from here."""
+        if call.node == OBJECT_STORE:
+            try:
+                ctx = await self.context(call.query.attempt.job)
+                return w.VerifyReply(await bad_in_object(ctx, call.query))
+            except ObjectAbsent as e:
+                return w.RefusedReply(reason=str(e))
         members = (await self.home.living(self.home.config.keepalive_s)).members
         if call.node not in members:
             return w.RefusedReply(reason=f"the agent of {call.node} does not live")
@@ -249,19 +252,8 @@ class Asking:
         packed = self.home.doors.arena.document(document_name(query.manifest_digest))
         if packed is None:
             raise IntegrityError(f"manifest {query.manifest_digest[:12]} is not beside its bytes")
-        return w.VerifyReply(await self._bad(held, open_manifest(packed, query.manifest_digest)))
-
-    async def _bad(self, held: Held, manifest: r.Manifest) -> tuple[w.BadPiece, ...]:
-        bad = []
-        for rank, shard, offset, length in pieces_of(manifest, held.kind, held.part):
-            chunks = list(range(-(-length // manifest.chunk_bytes)))
-            if offset + length <= held.length:
-                view = self.home.holdings.view(held, offset, length)
-                work = partial(bad_chunks, manifest, rank, shard, view)
-                chunks = await self.home.doors.workers.run(work, length)
-            if chunks:
-                bad.append(w.BadPiece(rank, shard, len(chunks), tuple(chunks[:BAD_NAMED])))
-        return tuple(bad)
+        manifest = open_manifest(packed, query.manifest_digest)
+        return w.VerifyReply(await bad_in_file(self.home, held, manifest))
 
     # -- export -----------------------------------------------------------------------------------
 
@@ -276,15 +268,16 @@ class Asking:
         if held is not None and packed and held.manifest_digest == share.manifest_digest:
             try:
                 own = open_manifest(packed, share.manifest_digest)
-                manifest = None if await self._bad(held, own) else own
+                manifest = None if await bad_in_file(self.home, held, own) else own
             except CheckpointError as e:
                 self.home.doors.notes("manifest_wrong", {"why": str(e)})
-        source = "local" if manifest is not None else "peers"
+        source = "local"
         if manifest is None:
             job = await self._fetching(reply, share, rank)
             held, fetched = await bring(self.home, job, r.FileKind.STAGE)
             visit.files[held.file] = held
             manifest, bytes_from = fetched.manifest, fetched.bytes_from
+            source = _source(bytes_from)
         assert held is not None
         return w.RestoreFile(
             ballot=0,
@@ -307,6 +300,13 @@ class Asking:
             give_back(self.home, held)
 
 
+def _source(bytes_from: Mapping[str, int]) -> str:
+    """Where fetched bytes came from, in a word."""
+    if set(bytes_from) == {OBJECT_STORE}:
+        return "s3"
+    return "mixed" if OBJECT_STORE in bytes_from else "peers"
+
+
 def _visited(visit: Visit, attempt: r.Attempt) -> w.StepReply:
     if (reply := visit.steps.get(attempt)) is None:
         raise UsageError(f"step {attempt.step}: ask for the step first, on the same agent")
@@ -318,6 +318,25 @@ def _share(reply: w.StepReply, fits: Callable[[r.SealedShare], bool]) -> r.Seale
         if fits(share):
             return share
     raise UsageError(f"step {reply.commit.attempt.step}: its group records have no such share")
+
+
+def _steps(state: JobState) -> list[dict[str, Any]]:
+    """What a restore may take, ascending, and where it lies."""
+    return [
+        {"step": c.attempt.step, "tiers": tiers_of(state, c.attempt), "layout": str(c.layout)}
+        for c in reversed(candidates(state, None))
+    ]
+
+
+async def _losses(ctx: JobContext, commit: r.Commit) -> dict[str, Any]:
+    """As in status, and where the step lies; ``why``: node losses have no meaning for it."""
+    tiers = tiers_of(ctx.state, commit.attempt)
+    if "ram" not in tiers:
+        return {"tiers": tiers, "why": "it lies in the object store only"}
+    try:
+        return {"tiers": tiers, **await redundancy(ctx, commit)}
+    except TopologyError as e:
+        return {"tiers": tiers, "why": str(e)}
 
 
 async def _forget_reader(ctx: JobContext, key: str) -> None:

@@ -16,11 +16,11 @@ from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.bucket import offloaded_share
 from p2pckpt.agent.context import Home, JobContext
-from p2pckpt.agent.deciding import ask_all
+from p2pckpt.agent.deciding import ask, ask_all, recorded
 from p2pckpt.agent.holdings import Held, Want, document_name
 from p2pckpt.ports import Region
 from p2pckpt.restore.fetch import Fetching
-from p2pckpt.restore.locate import Facts, sources_of
+from p2pckpt.restore.locate import Facts, Sources, sources_of
 from p2pckpt.restore.pipeline import Fetched, Stage, restore_rank
 from p2pckpt.wire import pack
 
@@ -28,11 +28,25 @@ from p2pckpt.wire import pack
 async def fetching(
     ctx: JobContext, attempt: r.Attempt, share: r.SealedShare, rank: int
 ) -> Fetching:
-    """The fetch of one rank from those who say that they hold it now. Raises LedgerUnavailable."""
-    answers, _ = await ask_all(ctx, w.HeldQuery(job=ctx.job, attempt=attempt))
-    sources = sources_of(share, attempt, Facts(ctx.state, answers, (), {}, False))
+    """The fetch of one rank from those who say that they hold it now: the nodes that its record
+    names; all others too if these have not enough, or what they have is bad. Raises
+    LedgerUnavailable."""
+    query = w.HeldQuery(job=ctx.job, attempt=attempt)
     members = (await ctx.home.living(ctx.home.config.keepalive_s)).members
+    answers, _ = await ask(ctx, query, recorded(share, members.values()))
+    sources = sources_of(share, attempt, Facts(ctx.state, answers, (), {}, False))
     job = Fetching(rank, share, attempt, sources, members, ctx.home.doors, ctx.home.config)
+    commit = ctx.state.committed(attempt)
+    k = commit.layout.k if commit is not None else len(share.holders)
+
+    async def widen() -> Sources:
+        everybody, _ = await ask_all(ctx, query)
+        return sources_of(share, attempt, Facts(ctx.state, everybody, (), {}, False))
+
+    if rank in sources.slots or len(sources.shards) >= k:
+        job.widen = widen
+    else:
+        job.sources = await widen()
     job.stored = partial(offloaded_share, ctx, attempt, share.node)
     return job
 
@@ -44,7 +58,8 @@ async def bring(home: Home, job: Fetching, kind: r.FileKind) -> tuple[Held, Fetc
 
     async def room(size: int) -> Region:
         want = Want(kind, job.attempt, home.node, job.rank, max(1, size))
-        taken.append(await holdings.take(want, object()))
+        if not taken:
+            taken.append(await holdings.take(want, object()))
         return holdings.region(taken[0], 0, size)
 
     try:

@@ -42,6 +42,8 @@ class Ballot:
     files: dict[int, Held] = field(default_factory=dict)
     fetched: dict[int, Fetched] = field(default_factory=dict)
     decide_s: float = 0.0
+    news: bool = False
+    """This node wrote a group's report, so the ballot may be due."""
 
 
 def over(ctx: JobContext, ballot: Ballot) -> bool:
@@ -70,11 +72,12 @@ async def see_closed(ctx: JobContext, roster: Roster, ballot: Ballot, gathering:
         handing = ctx.home.spawn(f"report {key}", _report(ctx, roster, ballot, gathering, ended))
     else:
         handing = None
-    leads = roster.leads(ctx.home.node)
+    leads, looks = roster.leads(ctx.home.node), 0
     while not ended():
-        await pause(ctx, leads, ended)
+        await pause(ctx, leads, lambda: ended() or ballot.news, looks)
         if ended():
             break
+        ballot.news, looks = False, looks + 1
         try:
             await _close(ctx, roster, decision, ctx.home.now() > deadline)
         except (LedgerUnavailable, FormatError) as e:
@@ -127,8 +130,11 @@ async def _report(
         key = ctx.keys.report(decision.generation, decision.ballot, group)
         fence = ctx.state.same_generation(decision.generation)
         compares = (ctx.state.same_ledger(), fence, absent(key))
-        await ctx.transact(Txn(compares, (Put(key, pack(record)),)))
-        return await ctx.home.doors.ledger.get(key) is not None
+        put = Txn(compares, (Put(key, pack(record)),))
+        stands = await ctx.transact(put) or await ctx.home.doors.ledger.get(key) is not None
+        ballot.news = ballot.news or stands
+        ctx.wake()
+        return stands
 
     piece = w.HandIn(
         job=ctx.job,

@@ -1,28 +1,28 @@
-"""What the parts of an agent share: the node (`Home`), one job on it (`JobContext`), the roster.
+"""What the parts of an agent share of one job on its node (`JobContext`), and the roster.
 
-A Home is one start of an agent on a node: its doors, its session with etcd, its holdings and the
-latest view of who lives. A JobContext follows one job's records in the ledger: a mirror that wakes
-whoever waits for a change, and `truth`, a fresh linearizable listing, for decisions that free or
-promise something.
+A JobContext follows one job's records in the ledger: a mirror that wakes whoever waits for a
+change, and `truth`, a fresh linearizable listing, for decisions that free or promise something.
+What is the node's and not the job's is in its `Home`.
 
-Contract: the mirror may lag, so it only wakes and hints; what must be true comes from `truth` or
-from the compares of a transaction. `abort` never overrides an outcome. Nothing here blocks longer
-than the deadlines in `Config`.
+Contract: the mirror may lag, so it only wakes and hints; what must be true comes from `truth`, from
+the compares of a transaction, or, of what is irrevocable, from the mirror and a linearizable read
+that is not older. `abort` never overrides an outcome. Nothing here blocks longer than the deadlines
+in `Config`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import structs
 
 from p2pckpt import records as r
-from p2pckpt.agent.holdings import Holdings
-from p2pckpt.config import Config
+from p2pckpt.agent.home import RETRY_S, Home
+from p2pckpt.agent.roster import Roster, read_piece
 from p2pckpt.errors import (
     AmbiguousAnswer,
     CheckpointError,
@@ -33,75 +33,17 @@ from p2pckpt.errors import (
     NoRoom,
 )
 from p2pckpt.jobstate import FLOOR_START, JobState
-from p2pckpt.ports import Doors, Living, Put, Session, Txn, absent
+from p2pckpt.ports import Put, Txn, absent
 from p2pckpt.save.commit import abort_txn
 from p2pckpt.wire import pack, unpack
 
-RETRY_S = 0.5
-"""Pause after an unavailable ledger before the next try; each try has its own deadline."""
+__all__ = ["RETRY_S", "Home", "JobContext", "Roster"]
 
+SPACING_S = 0.002
+"""Between requests that all nodes of a job make because of one event: etcd takes some at a time."""
 
-@dataclass
-class Home:
-    """One start of an agent on a node."""
-
-    node: str
-    config: Config
-    doors: Doors
-    holdings: Holdings
-    spawn: Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
-    member: r.Member
-    session: Session | None = None
-    kept_at: float = -1e9
-    newest_revision: int = 0
-    followers: list[JobContext] = field(default_factory=list)
-    _living: Living | None = None
-    _living_at: float = -1e9
-
-    def now(self) -> float:
-        """The loop's clock: monotonic seconds, virtual in the simulator."""
-        return asyncio.get_running_loop().time()
-
-    @property
-    def cut_off(self) -> bool:
-        """No renewal for a whole lease: this agent may be taken for lost."""
-        return self.session is None or self.now() - self.kept_at > self.config.lease_s
-
-    async def living(self, max_age_s: float = 0.0) -> Living:
-        """Who lives; at most `max_age_s` old. Raises LedgerUnavailable."""
-        if self._living is None or self.now() - self._living_at > max_age_s:
-            asked_at, newest = self.now(), self.newest_revision
-            living = await self.doors.membership.living()
-            if living.revision < newest:
-                for follower in self.followers:
-                    follower.freeze(f"revision {living.revision}, seen {newest}")
-                self.newest_revision = living.revision
-            self.newest_revision = max(self.newest_revision, living.revision)
-            self._living, self._living_at = living, asked_at
-        return self._living
-
-
-@dataclass(frozen=True)
-class Roster:
-    """The nodes of a generation, in order of their lowest rank."""
-
-    generation: r.Generation
-    nodes: tuple[r.RosterNode, ...]
-
-    def group(self, number: int) -> tuple[r.RosterNode, ...]:
-        """The nodes of one group."""
-        return self.nodes[number * r.GROUP_NODES : (number + 1) * r.GROUP_NODES]
-
-    def find(self, node: str) -> tuple[int, r.RosterNode] | None:
-        """Group number and entry of a node."""
-        for i, entry in enumerate(self.nodes):
-            if entry.node == node:
-                return i // r.GROUP_NODES, entry
-        return None
-
-    def leads(self, node: str) -> bool:
-        """Has this node rank 0, so that it decides at once while others wait?"""
-        return bool(self.nodes) and self.nodes[0].node == node
+TAKERS = 8
+"""Nodes that step in for rank 0's within `commit_delay_high_s`, however many there are."""
 
 
 @dataclass
@@ -117,8 +59,16 @@ class JobContext:
     frozen: str = ""
     seen: r.LedgerSeen | None = None
     checkpoints: dict[str, r.Checkpoint] = field(default_factory=dict)
+    groups: tuple[r.Attempt, list[r.GroupRecord]] | None = None
+    """Those of a committed attempt that were read last."""
+    losses: int = 0  # files of the newest step that were told to be lost: repair looks again
+    elsewhere: set[tuple[r.Attempt, str]] = field(default_factory=set)  # holders not recorded
+    proven_revision: int = 0
+    """Of the newest linearizable read of this job's records that found them not gone back."""
+    proven_at: float = -1e9
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
+    _proving: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.keys = r.JobKeys(self.job)
@@ -126,6 +76,15 @@ class JobContext:
         self.home.followers.append(self)
         if (packed := self.home.doors.arena.document(seen_name(self.job))) is not None:
             self.seen = unpack(packed, r.LedgerSeen)
+
+    def ledger_is_at(self, revision: int, seen: int) -> None:
+        """The ledger has a lower revision than one before: freeze, unless all that is known of the
+        job is of a ledger that was rebuilt since. The watch is of no use in either case."""
+        self._moved.set()
+        same = self.seen is not None and self.seen.ledger_id == self.state.ledger_id
+        knows = max(self.seen.revision if self.seen else 0, self.state.revision if same else 0)
+        if knows > revision:
+            self.freeze(f"revision {revision}, seen {seen}")
 
     def note(self, what: str, **facts: Any) -> None:
         """Tell telemetry and the event log."""
@@ -144,8 +103,8 @@ class JobContext:
                 await asyncio.sleep(RETRY_S)
 
     async def _watch(self) -> None:
-        """Apply changes until the watch fails, or the job has another ledger (a rebuild), whose
-        revisions say nothing to a watch of the old one."""
+        """Apply changes until the watch fails, the ledger is found to have forgotten, or the job
+        has another one (a rebuild), whose revisions say nothing to a watch of the old one."""
         self._moved.clear()
         following = asyncio.ensure_future(self._apply_changes())
         moved = asyncio.ensure_future(self._moved.wait())
@@ -179,7 +138,7 @@ class JobContext:
     async def truth(self) -> JobState:
         """A linearizable listing. Raises LedgerUnavailable, or LedgerForgot and freezes."""
         seen = self.seen  # as of now: listings that overlap may be answered in another order
-        known = list(self.state.commits.values())
+        known, asked_at = list(self.state.commits.values()), self.home.now()
         truth = JobState.listed(self.keys, await self.home.doors.ledger.list(self.keys.state))
         same = seen is not None and seen.ledger_id == truth.ledger_id
         if same and seen is not None and (why := truth.went_back(seen, known)):
@@ -188,6 +147,7 @@ class JobContext:
         was, self.frozen = self.frozen, forgot(seen, truth)
         if self.frozen:
             if not was:
+                self._moved.set()
                 self.note("frozen", why=self.frozen)
             raise LedgerForgot(f"job {self.job}: {self.frozen}; see `p2pckpt ledger rebuild`")
         newest = self.seen
@@ -199,12 +159,19 @@ class JobContext:
             generation = truth.generation.number if truth.generation else 0
             self.seen = r.LedgerSeen(self.job, truth.ledger_id, truth.revision, generation)
             self.home.doors.arena.put_document(seen_name(self.job), pack(self.seen))
+        self.proves(truth.revision, asked_at)
         return truth
+
+    def proves(self, revision: int, asked_at: float) -> None:
+        """A linearizable read of records of this job, begun at `asked_at`, had this revision."""
+        if revision > self.proven_revision or asked_at - self.proven_at > self.home.config.lease_s:
+            self.proven_revision, self.proven_at = revision, asked_at
 
     def freeze(self, why: str) -> None:
         """The ledger is older than it was before: freeze, beyond a restart."""
         if self.seen is not None and not self.seen.back:
             self.frozen = f"the ledger went back: {why}"
+            self._moved.set()  # the watch waits for revisions that may never come again
             self.seen = structs.replace(self.seen, back=self.frozen)
             self.home.doors.arena.put_document(seen_name(self.job), pack(self.seen))
             self.note("frozen", why=self.frozen)
@@ -252,7 +219,7 @@ class JobContext:
         LedgerForgot while this node is frozen.
         """
         if self.frozen:
-            raise LedgerForgot(f"job {self.job}: {self.frozen}")
+            raise LedgerForgot(f"job {self.job}: {self.frozen}; see `p2pckpt ledger rebuild`")
         try:
             return await self.home.doors.ledger.transact(txn) is not None
         except AmbiguousAnswer as e:
@@ -296,12 +263,15 @@ class JobContext:
             self.home.spawn(f"track {attempt.key}", self._track(attempt, timeout_s))
 
     async def _track(self, attempt: r.Attempt, timeout_s: float) -> None:
-        if not await self.until(lambda: self.decided(attempt), timeout_s):
+        if not await self.until(lambda: self.decided(attempt), timeout_s + self.spread_s()):
             await self.abort(attempt, f"no outcome within {timeout_s:.0f} s")
         while True:
             await self.until(lambda: self.state.settled(attempt) != "", None)
+            shown = self.state.revision
+            # Were the ledger lost right now, what this goes for must be remembered somewhere.
+            await self.until(lambda: not self.uncopied(), self.home.config.ledger_timeout_s)
             try:
-                if reason := (await self.truth()).settled(attempt):
+                if reason := await self._proven(attempt, shown):
                     break
             except CheckpointError as e:
                 self.note("free_later", attempt=attempt.key, why=str(e))
@@ -315,6 +285,36 @@ class JobContext:
         self.note("freed", attempt=attempt.key, reason=reason, files=len(held))
         self.wake()
 
+    async def _proven(self, attempt: r.Attempt, shown: int) -> str:
+        """Why an attempt may be freed now, "" if it may not: the mirror says so as of `shown`, and
+        a linearizable read not older than that found the ledger not gone back. One read serves all
+        who wait. Raises LedgerUnavailable, LedgerForgot."""
+        async with self._proving:
+            young = self.home.now() - self.proven_at <= self.home.config.lease_s
+            if not self.frozen and young and self.proven_revision >= shown:
+                return self.state.settled(attempt)
+            return (await self.truth()).settled(attempt)
+
+    def spread_s(self) -> float:
+        """A random while, so that not all nodes of the roster ask for the same at once."""
+        nodes = len(self.roster.nodes) if self.roster is not None else 0
+        return self.home.doors.ids.uniform(0.0, nodes * SPACING_S)
+
+    def turn_s(self) -> float:
+        """When this node steps in for rank 0's: at random, some nodes in `commit_delay_high_s`."""
+        config, nodes = self.home.config, len(self.roster.nodes) if self.roster is not None else 0
+        low, high = config.commit_delay_low_s, config.commit_delay_high_s
+        return self.home.doors.ids.uniform(low, low + (high - low) * max(1.0, nodes / TAKERS))
+
+    def uncopied(self) -> list[r.Commit]:
+        """Commits of which this node holds bytes, and no copy of the record beside them yet."""
+        documents, holdings = self.home.doors.arena.documents(), self.home.holdings
+        return [
+            commit
+            for commit in self.state.commits.values()
+            if copy_name(commit.attempt) not in documents and holdings.of_attempt(commit.attempt)
+        ]
+
     async def load_roster(self) -> Roster | None:
         """The current generation's roster, read once. None while there is no generation."""
         generation = self.state.generation
@@ -323,7 +323,7 @@ class JobContext:
         if self.roster is None or self.roster.generation != generation:
             prefix = self.keys.roster_pieces(generation.roster_digest)
             listing = await self.home.doors.ledger.list(prefix)
-            pieces = [unpack(e.value, r.RosterPiece) for e in listing.entries]
+            pieces = [read_piece(e.value) for e in listing.entries]
             if len(pieces) == generation.pieces:
                 nodes = tuple(n for piece in pieces for n in piece.nodes)
                 self.roster = Roster(generation, nodes)

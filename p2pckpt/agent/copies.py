@@ -16,6 +16,7 @@ byte is deleted by a rebuild.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,34 +36,37 @@ OPERATIONS = 100
 
 
 async def keep_copies(ctx: JobContext) -> None:
-    """For ever: a copy of each commit of which this node holds bytes."""
+    """For ever: a copy of each commit of which this node holds bytes.
+
+    The group records are read when what the commit retires is retired, so that this one read also
+    shows (`JobContext.proves`) that the bytes of that may go.
+    """
     while True:
-        await ctx.until(lambda: bool(_uncopied(ctx)), None)
-        for commit in _uncopied(ctx):
+        await ctx.until(lambda: bool(ctx.uncopied()), None)
+        await ctx.until(lambda: not _retiring(ctx), RETRY_S)
+        await asyncio.sleep(ctx.spread_s())
+        for commit in ctx.uncopied():
             try:
                 groups = await groups_of(ctx, commit.attempt)
-                if len(groups) == commit.groups:
+                if len(groups) == commit.groups and commit in ctx.uncopied():  # still
                     closings = (c for c in ctx.state.closed.values() if _began(c, commit))
                     closed = min(closings, key=lambda c: (c.generation, c.ballot), default=None)
                     copy = r.CommitCopy(commit, tuple(groups), closed)
                     ctx.home.doors.arena.put_document(copy_name(commit.attempt), pack(copy))
+                    ctx.wake()
             except CheckpointError as e:
                 ctx.note("copy_later", attempt=commit.attempt.key, why=str(e))
-        await ctx.until(lambda: False, RETRY_S)
+        if ctx.uncopied():
+            await ctx.until(lambda: False, RETRY_S)
+
+
+def _retiring(ctx: JobContext) -> bool:
+    generation = ctx.state.generation
+    return generation is not None and len(ctx.state.commits) > generation.keep_last
 
 
 def _began(closed: r.Closed, commit: r.Commit) -> bool:
     return closed.close is r.Close.OK and closed.lineage == commit.lineage
-
-
-def _uncopied(ctx: JobContext) -> list[r.Commit]:
-    documents = set(ctx.home.doors.arena.documents())
-    return [
-        commit
-        for commit in ctx.state.commits.values()
-        if copy_name(commit.attempt) not in documents
-        and ctx.home.holdings.of_attempt(commit.attempt)
-    ]
 
 
 def remembered(ctx: JobContext) -> w.CopiesReply:

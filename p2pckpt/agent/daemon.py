@@ -21,17 +21,22 @@ from typing import Any
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.asking import Asking, Question
-from p2pckpt.agent.cleaning import free_cleaned
+from p2pckpt.agent.cleaning import free_cleaned, known_jobs
 from p2pckpt.agent.context import Home
 from p2pckpt.agent.copies import rebuild, remembered
+from p2pckpt.agent.drain import Draining
 from p2pckpt.agent.holdings import Holdings
 from p2pckpt.agent.job import JobAgent
 from p2pckpt.agent.members import keep_session
+from p2pckpt.agent.readying import make_store_ready
+from p2pckpt.agent.scheduling import make_wish
+from p2pckpt.agent.scrub import Scrubbing
 from p2pckpt.agent.serve import Serving, answer
 from p2pckpt.agent.status import status
 from p2pckpt.config import Config
 from p2pckpt.errors import CheckpointError, LedgerUnavailable, NotSeated, UsageError
 from p2pckpt.ports import Doors, TrainerId
+from p2pckpt.save.due import Wish
 
 MAX_JOBS = 256
 """Jobs that one agent follows at most; past it a new one is refused."""
@@ -46,6 +51,8 @@ class Agent:
         self.serving = Serving(self.home, self._context)
         self.asking = Asking(self.home, self._context)
         self.jobs: dict[str, JobAgent] = {}
+        self.draining = Draining(self.home, self.jobs)
+        self.scrubbing = Scrubbing(self.home, self.jobs, self._busy)
         self.ready = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
 
@@ -59,6 +66,9 @@ class Agent:
             await self.home.doors.peers.serve(self.on_peer)
             await self.home.doors.trainers.serve(self)
             self._spawn("session", keep_session(self.home, self._on_session))
+            self._spawn("scrub", self.scrubbing.loop())
+            self._spawn("drain", self.draining.loop())
+            self._spawn("members", self.home.follow_members())
             await asyncio.get_running_loop().create_future()
 
     async def stop(self) -> None:
@@ -86,7 +96,12 @@ class Agent:
         if isinstance(request, w.RebuildCall):
             return await rebuild((await self._job(request.job)).ctx, request.dry_run)
         if isinstance(request, w.StatusQuery):
-            return w.StatusReply(document=json.dumps(await status(self.home, self.jobs)))
+            told = await status(self.home, self.jobs)
+            return w.StatusReply(json.dumps({**told, "scrub": self.scrubbing.shown()}))
+        if isinstance(request, w.DrainCall):
+            return await self.draining.call(request)
+        if isinstance(request, w.ScheduleCall):
+            return await self._schedule(request)
         if isinstance(request, Question):
             return await self.asking.answer(trainer, request)
         for job in self.jobs.values():
@@ -100,9 +115,16 @@ class Agent:
 
     async def on_gone(self, trainer: TrainerId) -> None:
         """See ports.TrainerHandler."""
-        for job in list(self.jobs.values()):
-            await job.trainer_gone(trainer)
+        jobs = [job.trainer_gone(trainer) for job in self.jobs.values()]
+        await asyncio.gather(*jobs)  # at once: one whose ledger is away must not hold up the others
         await self.asking.gone(trainer)
+
+    async def _schedule(self, call: w.ScheduleCall) -> r.Record:
+        """An operator's extra step, or the last one of a job that is preempted."""
+        wish = Wish(extra=not call.last, last=call.last, by=self.home.node, reason=call.reason)
+        known = {name: job.scheduling for name, job in self.jobs.items()}
+        schedules, problems = await make_wish(known, call.job, wish, call.wait_s)
+        return w.ScheduleReply(schedules, problems)
 
     # -- peers ------------------------------------------------------------------------------------
 
@@ -121,6 +143,13 @@ class Agent:
         if isinstance(request, w.FreeCleaned):
             await free_cleaned((await self._job(request.job)).ctx)
             return self.serving.held(w.HeldQuery(request.job))
+        if isinstance(request, w.LookAgain):
+            ctx = (await self._job(request.attempt.job)).ctx
+            ctx.elsewhere.update((request.attempt, node) for node in request.nodes)
+            ctx.losses += not request.nodes
+            return w.Accepted()
+        if isinstance(request, w.DrainCall):
+            return await self.draining.answer(request)
         if isinstance(request, w.VerifyQuery):
             return await self.asking.check(request)
         return await answer(self.serving, request)
@@ -146,10 +175,24 @@ class Agent:
     async def _on_session(self) -> None:
         """A new session: say again which trainers live, and that this agent is ready."""
         for job in self.jobs.values():
+            job.ctx.wake()  # for who waits for the session
             for launch in job.launches.launches.values():
                 if launch.generation is not None and launch.trainers:
                     await job.launches.report(launch.generation.number, launch.trainers)
+        if not self.ready.is_set() and not any(self.home.holdings):
+            self._spawn("make ready", self._make_ready())
         self.ready.set()
+
+    async def _make_ready(self) -> None:
+        """A node with a new store probably takes a lost one's place: room for what that held."""
+        for job, state in sorted((await known_jobs(self.home)).items()):
+            if state.latest() is not None:
+                ctx = (await self._job(job)).ctx
+                await ctx.refresh()
+                await make_store_ready(ctx)
+
+    def _busy(self) -> bool:
+        return any(job.busy() for job in self.jobs.values())
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._group is not None, "parts work only while the agent runs"

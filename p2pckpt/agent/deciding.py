@@ -11,6 +11,7 @@ or not provable) closes its ballot in the same transaction.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
@@ -38,7 +39,7 @@ async def decision_of(
 
     if not roster.leads(ctx.home.node):
         takeover_s = config.decide_wait_s + 2 * config.peer_timeout_s
-        await ctx.until(known, takeover_s + ctx.home.doors.ids.uniform(0, config.takeover_s))
+        await ctx.until(known, takeover_s + ctx.turn_s())
     while not known():
         check_current(ctx, generation)
         patient = ctx.home.now() - started < config.decide_wait_s
@@ -79,9 +80,14 @@ def check_current(ctx: JobContext, generation: int) -> None:
 async def groups_of(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
     """The group records of an attempt; where the ledger's are damaged, the copies kept beside the
     bytes. Raises FormatError if there are none."""
+    asked_at = ctx.home.now()
     listing = await ctx.home.doors.ledger.list(ctx.keys.groups_of(attempt))
     try:
-        return read_groups(listing.entries, attempt)
+        groups = read_groups(listing.entries, attempt)
+        if (commit := ctx.state.committed(attempt)) and len(groups) == commit.groups:
+            ctx.proves(listing.revision, asked_at)  # an older ledger has no such records
+            ctx.groups = (attempt, groups)
+        return groups
     except FormatError as e:
         ctx.note("group_damaged", attempt=attempt.key, why=str(e))
         if copies := copied_groups(ctx, attempt):
@@ -91,12 +97,18 @@ async def groups_of(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
 
 async def ask_all(ctx: JobContext, query: w.HeldQuery) -> tuple[dict[str, w.HeldReply], list[str]]:
     """What every living agent holds, and which of them did not answer."""
-    home = ctx.home
-    members = (await home.living()).members
+    return await ask(ctx, query, (await ctx.home.living()).members.values())
+
+
+async def ask(
+    ctx: JobContext, query: w.HeldQuery, members: Iterable[r.Member]
+) -> tuple[dict[str, w.HeldReply], list[str]]:
+    """What some agents hold, and which of them did not answer."""
+    home, asked = ctx.home, {member.node: member for member in members}
     limit = asyncio.Semaphore(QUERIES_AT_ONCE)
     answers: dict[str, w.HeldReply] = {}
 
-    async def ask(member: r.Member) -> None:
+    async def one(member: r.Member) -> None:
         async with limit:
             try:
                 timeout_s = home.config.peer_timeout_s
@@ -107,9 +119,15 @@ async def ask_all(ctx: JobContext, query: w.HeldQuery) -> tuple[dict[str, w.Held
                 ctx.note("no_answer", node=member.node, why=str(e))
 
     async with asyncio.TaskGroup() as group:
-        for name in sorted(members):
-            group.create_task(ask(members[name]))
-    return answers, sorted(set(members) - set(answers))
+        for name in sorted(asked):
+            group.create_task(one(asked[name]))
+    return answers, sorted(set(asked) - set(answers))
+
+
+def recorded(share: r.SealedShare, members: Iterable[r.Member]) -> list[r.Member]:
+    """Those members whose stores the share's record names: mostly all that have any of it."""
+    stores = {share.store_id, *share.holders}
+    return [member for member in members if member.store_id in stores]
 
 
 async def _put(ctx: JobContext, roster: Roster, number: int, finding: Finding) -> None:

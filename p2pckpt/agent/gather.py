@@ -24,7 +24,9 @@ Write = Callable[[int, list[HandIn]], Awaitable[bool]]
 """(group, pieces in roster order): puts the record, create-if-absent; True: it stands."""
 
 LEAD_PAUSE_S = 0.02
-"""Between two looks of the node that decides at once."""
+"""Between the first two looks of the node that decides at once; then ever longer, up to"""
+
+LEAD_PAUSES_S = 0.5
 
 MAX_TOPICS = 256
 """Pieces of more topics than that are of attempts long over; the oldest are forgotten."""
@@ -118,8 +120,7 @@ async def _write(ctx: JobContext, number: int, pieces: list[HandIn], write: Writ
         return False
 
 
-async def pause(ctx: JobContext, leads: bool, done: Callable[[], bool]) -> None:
+async def pause(ctx: JobContext, leads: bool, done: Callable[[], bool], looks: int = 0) -> None:
     """Before deciding for all: hardly any for the node of rank 0, a random while for others."""
-    config = ctx.home.config
-    low, high = config.commit_delay_low_s, config.commit_delay_high_s
-    await ctx.until(done, LEAD_PAUSE_S if leads else ctx.home.doors.ids.uniform(low, high))
+    pause_s = min(LEAD_PAUSES_S, LEAD_PAUSE_S * 1.2 ** min(looks, 64)) if leads else ctx.turn_s()
+    await ctx.until(done, pause_s)

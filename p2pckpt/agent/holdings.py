@@ -49,6 +49,8 @@ class Held:
     manifest_digest: str = ""
     writer: object | None = None
     doomed: bool = False
+    bad: bool = False
+    """Some byte is not what the manifest says: an erasure, though pieces of it may be right."""
     freed_at: int = 0
     """Count of takes when it became free."""
 
@@ -86,8 +88,8 @@ class Holdings:
         self._quota_bytes = job_quota_bytes
         self._files: dict[str, Held] = {}
         self._takes = 0
-        self._preparing: dict[tuple[str, r.FileKind], int] = {}
-        self._prepared: dict[tuple[str, r.FileKind], asyncio.Event] = {}
+        self._preparing: dict[tuple[str, r.FileKind], list[int]] = {}
+        self._prepared = asyncio.Event()
 
     def adopt(self) -> list[Held]:
         """At start: take over every file that an earlier agent of this store left WHOLE."""
@@ -121,12 +123,16 @@ class Holdings:
     def find(
         self, attempt: r.Attempt, kind: r.FileKind, part: int, owner: str | None = None
     ) -> Held | None:
-        """The WHOLE file of one slot (part = rank) or shard (part = index, of `owner`)."""
+        """The WHOLE file of one slot (part = rank) or shard (part = index, of `owner`); one that
+        is known to be bad only if there is no other."""
+        bad = None
         for h in self:
             same = h.whole and h.attempt == attempt and h.kind == kind and h.part == part
             if same and owner in (None, h.owner):
-                return h
-        return None
+                if not h.bad:
+                    return h
+                bad = h
+        return bad
 
     async def take(self, want: Want, writer: object | None = None) -> Held:
         """A file for `want`, FILLING: a free one of the job that is large enough, else a new one.
@@ -137,8 +143,8 @@ class Holdings:
         self._outgrown(want.attempt.job, (want.kind, want.owner, want.part), need)
         self._give_back_idle()
         free = self._reusable(want, need)
-        if free is None and self._preparing.get((want.attempt.job, want.kind)):
-            await self._prepared[want.attempt.job, want.kind].wait()  # as long as making one
+        while free is None and self._is_made(want, need):
+            await self._prepared.wait()  # as long as making one
             free = self._reusable(want, need)
         if free is None:
             name = f"{want.kind}-{self._new_name()[:16]}"
@@ -171,21 +177,27 @@ class Holdings:
 
         Raises NoRoom. Never gives up other free files for it.
         """
+        capacity = -(-capacity // ROUND_BYTES) * ROUND_BYTES
         while True:
             have = sum(1 for h in self if (h.job, h.kind) == (job, kind) and h.capacity >= capacity)
-            if have + self._preparing.get((job, kind), 0) >= count:
+            under_way = self._preparing.setdefault((job, kind), [])
+            if have + len(under_way) >= count:
                 return
             self._outgrown(job, (kind, "", 0), capacity)  # prepared before, and never used
-            self._preparing[job, kind] = self._preparing.get((job, kind), 0) + 1
-            ready = self._prepared.setdefault((job, kind), asyncio.Event())
-            ready.clear()
+            under_way.append(capacity)
             try:
                 name = f"{kind}-{self._new_name()[:16]}"
                 await self._arena.reserve(name, capacity)
                 self._files[name] = Held(name, capacity, kind, job, freed_at=self._takes)
             finally:
-                self._preparing[job, kind] -= 1
-                ready.set()
+                under_way.remove(capacity)
+                self._prepared.set()
+                self._prepared = asyncio.Event()
+
+    def _is_made(self, want: Want, need: int) -> bool:
+        """Is a file that would do being prepared?"""
+        under_way = self._preparing.get((want.attempt.job, want.kind), ())
+        return any(need <= capacity <= 2 * need for capacity in under_way)
 
     def _outgrown(self, job: str, use: tuple[r.FileKind, str, int], need: int) -> None:
         """Give up free files that were last of a use (kind, owner, part) that now needs more."""
@@ -212,7 +224,13 @@ class Holdings:
             for h in self
             if h.attempt is None and h.job == want.attempt.job and need <= h.capacity <= 2 * need
         ]
-        best = min(fit, key=lambda h: (h.kind is not want.kind, h.capacity, h.file), default=None)
+
+        def loss(h: Held) -> tuple[bool, bool, int, str]:
+            """A file goes back to its use, so that those of unlike size do not change places."""
+            other = (h.owner, h.part) != (want.owner, want.part)
+            return h.kind is not want.kind, other, h.capacity, h.file
+
+        best = min(fit, key=loss, default=None)
         if best is not None:
             del self._files[best.file]
         return best
@@ -227,6 +245,11 @@ class Holdings:
                     raise
                 self._remove(min(free, key=lambda h: (h.capacity, h.file)))
 
+    async def reserve_page(self, name: str, capacity: int) -> None:
+        """A file that is no slot and no shard, and goes with this start of the agent; free files
+        are given up for it. Raises NoRoom."""
+        await self._reserve(name, capacity)
+
     def seal(self, held: Held, length: int, manifest_digest: str) -> None:
         """The bytes are whole and verified; its writer is done. The digest may come later."""
         if not self._mine(held) or held.attempt is None or not 0 <= length <= held.capacity:
@@ -237,6 +260,7 @@ class Holdings:
             True,
             None,
         )
+        held.bad = False
         if not held.doomed:
             self._arena.put_record(held.file, held.record())
         self._settle(held)
@@ -261,6 +285,14 @@ class Holdings:
         if held.doomed and held.writer is None:
             held.attempt, held.whole, held.doomed, held.length = None, False, False, 0
             held.freed_at = self._takes
+
+    def discard(self, held: Held) -> None:
+        """A file that is known to be bad goes, record first, with the pages that it lay in."""
+        if self._mine(held) and held.bad and held.attempt is not None and held.writer is None:
+            held.whole = False
+            self._arena.put_record(held.file, held.record())
+            held.attempt = None
+            self._remove(held)
 
     def drop_free(self, job: str) -> None:
         """Give the free files of a job back to the node."""

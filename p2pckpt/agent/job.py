@@ -16,14 +16,16 @@ from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.cleaning import begin_anew, obey
 from p2pckpt.agent.context import Home, JobContext
-from p2pckpt.agent.copies import keep_copies
+from p2pckpt.agent.copies import keep_copies, remembered
 from p2pckpt.agent.gather import Gathering
 from p2pckpt.agent.launch import Launch, Launches
 from p2pckpt.agent.offloading import start as start_offloading
+from p2pckpt.agent.readying import make_ready
 from p2pckpt.agent.repair import Repairing
 from p2pckpt.agent.restoring import Restoring
 from p2pckpt.agent.retire import retire
 from p2pckpt.agent.saving import Saving
+from p2pckpt.agent.scheduling import Scheduling
 from p2pckpt.errors import StaleGenerationError, UsageError
 from p2pckpt.ports import TrainerId
 
@@ -45,6 +47,7 @@ class JobAgent:
         self.launches = Launches(self.ctx)
         self.saving = Saving(self.ctx, self.gathering, self.living_ranks)
         self.restoring = Restoring(self.ctx, self.gathering)
+        self.scheduling = Scheduling(self.ctx)
         self.seats: dict[TrainerId, Seat] = {}
 
     async def start(self) -> None:
@@ -57,6 +60,7 @@ class JobAgent:
         home.spawn(f"adopt {self.ctx.job}", self._adopted())
         home.spawn(f"obey {self.ctx.job}", obey(self.ctx))
         home.spawn(f"begin anew {self.ctx.job}", begin_anew(self.ctx, self._forget))
+        home.spawn(f"schedule {self.ctx.job}", self.scheduling.loop())
         start_offloading(self.ctx)
 
     async def _adopted(self) -> None:
@@ -75,6 +79,9 @@ class JobAgent:
             if held.kind is r.FileKind.SLOT and not held.manifest_digest:
                 await ctx.abort(attempt, f"the agent of {ctx.home.node} restarted before seal")
             ctx.track(attempt)
+        for copy in remembered(ctx).copies:  # also where the bytes themselves were not kept
+            if copy.commit.attempt.ledger_id == ctx.state.ledger_id:
+                ctx.track(copy.commit.attempt)
 
     def _forget(self) -> None:
         """The job was cleaned: what its trainers had begun is over."""
@@ -96,12 +103,14 @@ class JobAgent:
         assert launch.generation is not None
         self.seats[trainer] = Seat(call.rank, launch)
         await self.ctx.load_roster()
-        return w.Joined(generation=launch.generation.number, node=self.ctx.home.node)
+        self.ctx.home.spawn("make ready", make_ready(self.ctx, len(launch.trainers)))
+        return await self._joined(trainer, launch.generation.number)
 
     async def rejoin(self, trainer: TrainerId, call: w.TrainerRejoin) -> r.Record:
         """Seat a rank that joined at an earlier start of this agent. Refuses any other."""
         ctx = self.ctx
-        await ctx.until(lambda: ctx.following, ctx.home.config.ledger_timeout_s)
+        ready_s = ctx.home.config.ledger_timeout_s
+        await ctx.until(lambda: ctx.following and ctx.home.session is not None, ready_s)
         roster = await ctx.load_roster()
         found = roster.find(ctx.home.node) if roster else None
         if roster is None or found is None or roster.generation.number != call.generation:
@@ -111,13 +120,24 @@ class JobAgent:
         launch = self.launches.resume(roster.generation, found[1], call.rank, trainer)
         await self.launches.report(call.generation, launch.trainers)
         self.seats[trainer] = Seat(call.rank, launch)
-        return w.Joined(generation=call.generation, node=ctx.home.node)
+        return await self._joined(trainer, call.generation)
+
+    async def _joined(self, trainer: TrainerId, generation: int) -> w.Joined:
+        """The answer, with a board for the seat that was just taken."""
+        board = await self.scheduling.seat(trainer, generation)
+        if trainer not in self.seats:  # it died meanwhile
+            self.scheduling.unseat(trainer)
+        return w.Joined(generation=generation, node=self.ctx.home.node, board=board)
 
     async def call(self, trainer: TrainerId, request: r.Record) -> r.Record:
         """One call of a seated rank."""
         rank = self._seat(trainer).rank
         match request:
             case w.OpenSlot():
+                ours = [own.attempt for own in self.saving.open.values()]
+                await self.scheduling.make_way(
+                    request.step, [a for a in ours if a.ordinal < request.ordinal]
+                )
                 reply = await self.saving.open_slot(trainer, rank, request)
                 if trainer not in self.seats:  # it died meanwhile, and its death was told before
                     await self.saving.trainer_gone(trainer)
@@ -126,7 +146,9 @@ class JobAgent:
                 self.saving.prepare(request.capacity)
                 return w.Accepted()
             case w.SlotDone():
-                return await self.saving.slot_done(rank, request)
+                reply = await self.saving.slot_done(rank, request)
+                self._slot_done(request)
+                return reply
             case w.SlotFailed():
                 return await self.saving.slot_failed(rank, request)
             case w.SaveStatus():
@@ -147,8 +169,16 @@ class JobAgent:
     async def trainer_gone(self, trainer: TrainerId) -> None:
         """A process died: its rank ends what it had begun, and the ledger is told."""
         self.seats.pop(trainer, None)
+        self.scheduling.unseat(trainer)
         await self.saving.trainer_gone(trainer)
         await self.launches.trainer_gone(trainer)
+
+    def busy(self) -> bool:
+        """Is a save or a restore of this job in flight here?"""
+        held = self.ctx.home.holdings.of_job(self.ctx.job)
+        return bool(self.restoring.reading) or any(
+            h.attempt is not None and not self.ctx.decided(h.attempt) for h in held
+        )
 
     def living_ranks(self) -> set[int]:
         """Ranks of this job that live on this node."""
@@ -156,7 +186,13 @@ class JobAgent:
 
     async def _leave(self, trainer: TrainerId) -> None:
         self.seats.pop(trainer, None)
+        self.scheduling.unseat(trainer)
         await self.launches.trainer_gone(trainer)
+
+    def _slot_done(self, call: w.SlotDone) -> None:
+        for own in self.saving.open.values():
+            if (own.attempt.ordinal, own.attempt.step) == (call.ordinal, call.step):
+                self.scheduling.slot_done(own.attempt)
 
     def _seat(self, trainer: TrainerId) -> Seat:
         seat = self.seats.get(trainer)

@@ -1,27 +1,33 @@
 """Trainers join -> one generation of the job, the fence for everything before it.
 
 A launch is a set of processes with one run token. Each node's agent lists its ranks of the launch
-in the ledger, under its lease; when all ranks are there, any agent (that of rank 0 first) installs
-number + 1 by one compare-and-swap on the generation record. A launch takes the place of an older
-one only if that one's trainers are dead by their agents' word, or the agents are gone for longer
-than their grace; else it is refused and told who lives.
+in the ledger, under its lease, once; when all ranks are there, any agent installs number + 1 by one
+compare-and-swap on the generation record. The agent of rank 0 looks for that again and again, the
+others seldom; they see the generation in their mirror.
 
-Contract: `decide_install` is pure. The swap compares the ledger id, the generation that was read,
-and that no trainer report of it changed since; so two launches cannot both win, and a trainer that
-comes back in between is seen. Roster pieces are written before the record that names them.
+Contract: the swap compares the ledger id, the generation that was judged (`installing`), and that
+no trainer report of it changed since; so two launches cannot both win, and a trainer that comes
+back in between is seen. Roster pieces are written before the record that names them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.context import RETRY_S, JobContext, Roster
+from p2pckpt.agent.installing import (
+    Installing,
+    Waited,
+    check_call,
+    decide_install,
+    roster_pieces,
+)
 from p2pckpt.errors import (
     CheckpointError,
     GenerationHeld,
@@ -29,35 +35,17 @@ from p2pckpt.errors import (
     NotJoined,
     UsageError,
 )
-from p2pckpt.ports import Compare, Put, TrainerId, Txn, absent, none_newer, present
+from p2pckpt.ports import Compare, Put, Session, TrainerId, Txn, absent, none_newer, present
 from p2pckpt.wire import pack, unpack
 
 POLL_LEAD_S = 0.05
 POLL_OTHERS_S = 0.5
 
+AT_ONCE = 64
+"""Nodes that look that often; more look more rarely: a look reads the joins of all nodes."""
 
-@dataclass(frozen=True)
-class Installing:
-    """What to do about a launch: install it, wait for something, or refuse it."""
-
-    install: bool
-    refuse: bool = False
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Waited:
-    """How long this launch has waited, and how long each roster node has had no report.
-
-    ``grace_s``: an absent agent may return within it. ``holder_s``: ranks that are reported alive
-    may be dead on a node that is cut off, so the launch waits for as long as their report's lease
-    can last before it is refused.
-    """
-
-    launch_s: float
-    absent_s: Mapping[str, float]
-    grace_s: float
-    holder_s: float
+LOOK_AT_LEAST_S = 60.0
+"""Agents other than rank 0's look this often, however many there are."""
 
 
 @dataclass
@@ -70,68 +58,29 @@ class Launch:
     generation: r.Generation | None = None
     began_at: float = 0.0
     absent_since: dict[str, float] = field(default_factory=dict)
+    busy: bool = False
+    """One of the ranks here acts for all of them."""
+    announced: tuple[bytes, Session | None] | None = None
+    """What the ledger knows of this node's ranks, and under which session."""
+    look_at: float = 0.0
+    looked_at: float = 0.0
+    reason: str = ""
+    """What the launch waited for at the last look."""
+
+    @property
+    def nodes(self) -> float:
+        """How many the launch has, if all have as many ranks as this one."""
+        return self.call.world_size / max(1, len(self.trainers))
 
 
-def decide_install(
-    joins: Sequence[r.Join],
-    roster: Roster | None,
-    reports: Mapping[str, r.LivingTrainers],
-    waited: Waited,
-) -> Installing:
-    """Judge a launch from all joins of its run token and the reports on the generation it replaces.
+@dataclass(frozen=True)
+class Judged:
+    """A ruling, what it rests on, and the compares that hold as long as that does."""
 
-    Raises UsageError for a launch that disagrees with itself, naming the nodes.
-    """
-    first = joins[0]
-    for join in joins[1:]:
-        if (join.world_size, join.layout, join.keep_last) != (
-            first.world_size,
-            first.layout,
-            first.keep_last,
-        ):
-            raise UsageError(
-                f"launch: {first.node} has world size {first.world_size}, layout {first.layout}, "
-                f"keep_last {first.keep_last}; {join.node} has {join.world_size}, {join.layout}, "
-                f"{join.keep_last}: all ranks must agree"
-            )
-    ranks = sorted(rank for join in joins for rank in join.ranks)
-    twice = {rank for rank in ranks if ranks.count(rank) > 1}
-    if twice:
-        nodes = sorted(j.node for j in joins if twice & set(j.ranks))
-        raise UsageError(f"launch: ranks {sorted(twice)[:8]} joined twice, on {nodes}")
-    if strange := [rank for rank in ranks if not 0 <= rank < first.world_size]:
-        raise UsageError(f"launch: ranks {strange[:8]}, needs 0 to {first.world_size - 1}")
-    if missing := sorted(set(range(first.world_size)) - set(ranks)):
-        return Installing(False, reason=f"ranks {missing[:16]} have not joined")
-    number = roster.generation.number if roster else 0
-    for node in roster.nodes if roster else ():
-        report = reports.get(node.node)
-        if report is not None and report.ranks:
-            if any(join.takeover for join in joins):
-                continue
-            alive = f"ranks {list(report.ranks)[:8]} of generation {number} live on {node.node}"
-            if waited.launch_s < waited.holder_s:
-                return Installing(False, reason=alive)
-            return Installing(False, True, f"{alive}; end them, or pass takeover=True")
-        if report is None and waited.absent_s.get(node.node, 0.0) < waited.grace_s:
-            return Installing(False, reason=f"the agent of {node.node} is gone, within its grace")
-    return Installing(True, reason="all ranks joined")
-
-
-def roster_pieces(joins: Sequence[r.Join]) -> list[r.RosterPiece]:
-    """The roster of a launch: nodes by lowest rank, in pieces of 64."""
-    nodes = [
-        r.RosterNode(
-            node=j.node,
-            store_id=j.store_id,
-            session=j.session,
-            join_id=j.join_id,
-            ranks=tuple(sorted(j.ranks)),
-        )
-        for j in sorted(joins, key=lambda j: min(j.ranks))
-    ]
-    n = r.GROUP_NODES
-    return [r.RosterPiece(nodes=tuple(nodes[i : i + n])) for i in range(0, len(nodes), n)]
+    ruling: Installing
+    joins: Sequence[r.Join]
+    roster: Roster | None
+    fence: tuple[Compare, ...]
 
 
 class Launches:
@@ -152,7 +101,10 @@ class Launches:
         if launch is not None and stands and launch.trainers.get(call.rank) == trainer:
             return launch  # it stood up between two asks
         if launch is None or stands:
-            launch = self.launches[call.run_token] = Launch(call, began_at=home.now())
+            launch = self.launches[call.run_token] = Launch(
+                call, began_at=home.now(), looked_at=home.now()
+            )
+            launch.look_at = self._next_look(launch)
         known = (launch.call.world_size, launch.call.layout, launch.call.keep_last)
         if (call.world_size, call.layout, call.keep_last) != known:
             raise UsageError(
@@ -166,15 +118,21 @@ class Launches:
             launch.trainers[call.rank] = trainer
             launch.join_id = home.doors.ids.new()
         deadline = home.now() + min(call.timeout_s, home.config.join_timeout_s)
-        waiting_for = "the ledger"
-        while launch.generation is None:
-            if home.now() >= deadline:
-                raise NotJoined(f"job {ctx.job}, rank {call.rank}: waited for {waiting_for}")
-            try:
-                waiting_for = await self._advance(call, launch)
-            except LedgerUnavailable as e:
-                waiting_for = str(e)
-                await asyncio.sleep(RETRY_S)
+        ctx.wake()
+        try:
+            while launch.generation is None:
+                if home.now() >= deadline or launch.trainers.get(call.rank) != trainer:
+                    why = await self._why(call, launch)
+                    raise NotJoined(f"job {ctx.job}, rank {call.rank}: waited for {why}")
+                try:
+                    await self._advance(call, launch)
+                except LedgerUnavailable as e:
+                    launch.reason = str(e)
+                    await asyncio.sleep(RETRY_S)
+        except CheckpointError:
+            if launch.trainers.get(call.rank) != trainer:  # refused or dead: so is its join
+                home.spawn("tell a death", self._tell(call.run_token, launch))
+            raise
         return launch
 
     def resume(
@@ -196,24 +154,80 @@ class Launches:
         launch.trainers[rank] = trainer
         return launch
 
-    async def _advance(self, call: w.TrainerJoin, launch: Launch) -> str:
-        """One look at a forming launch; what it waits for."""
+    async def _advance(self, call: w.TrainerJoin, launch: Launch) -> None:
+        """One turn of a rank whose launch forms. The ranks of a node have one eye: while one of
+        them acts the others wait."""
+        ctx, known = self.ctx, set(launch.trainers)
+        if launch.busy:
+            ready = lambda: not launch.busy or launch.generation is not None  # noqa: E731
+            await ctx.until(ready, POLL_OTHERS_S)
+            return
+        launch.busy = True
+        try:
+            if not ctx.following or not ctx.state.ledger_id:
+                await ctx.found()
+            if await self._adopted(launch):
+                return
+            await self._announce(call, launch)
+            seen, now = ctx.state.generation_revision, ctx.home.now()
+            leads = 0 in launch.trainers
+            if leads or now >= launch.look_at:
+                await self._look(call, launch)
+            pause_s = POLL_OTHERS_S
+            if leads:
+                pause_s = min(POLL_OTHERS_S * 2, POLL_LEAD_S * max(1.0, launch.nodes / AT_ONCE))
+
+            def news() -> bool:
+                return ctx.state.generation_revision != seen or set(launch.trainers) != known
+
+            await ctx.until(news, pause_s)
+        finally:
+            launch.busy = False
+            ctx.wake()
+
+    async def _look(self, call: w.TrainerJoin, launch: Launch) -> None:
+        """Judge the launch and act on it: install it, or raise GenerationHeld or UsageError.
+
+        Every rank that is refused is told by a look of its own.
+        """
+        ctx, config = self.ctx, self.ctx.home.config
+        launch.look_at = -math.inf
+        seen = ctx.state.generation_revision
+        judged = await self._judge(call, launch)
+        if judged.ruling.refuse:
+            launch.trainers.pop(call.rank, None)
+            raise GenerationHeld(f"job {ctx.job}: {judged.ruling.reason}")
+        launch.look_at = self._next_look(launch)
+        if not judged.ruling.install:
+            return
+        low, high = config.commit_delay_low_s, config.commit_delay_high_s
+        late_s = 0.0
+        if 0 not in launch.trainers:
+            spread = (high - low) * max(1.0, launch.nodes / AT_ONCE)
+            late_s = ctx.home.doors.ids.uniform(low, low + spread)
+        if not await ctx.until(lambda: ctx.state.generation_revision != seen, late_s):
+            await self._install(call, judged)
+            await ctx.refresh()
+
+    def _next_look(self, launch: Launch) -> float:
+        """Of an agent that has not rank 0."""
+        pause_s = min(LOOK_AT_LEAST_S, POLL_OTHERS_S * max(1.0, launch.nodes / AT_ONCE) ** 2)
+        return self.ctx.home.now() + self.ctx.home.doors.ids.uniform(0.5, 1.0) * pause_s
+
+    async def _judge(self, call: w.TrainerJoin, launch: Launch) -> Judged:
+        """What all joins and reports say now. Raises UsageError."""
         ctx = self.ctx
         await ctx.found()
-        if await self._adopted(launch):
-            return ""
-        await self._announce(call, launch)
         joins = await self._joins(call.run_token)
         roster = await ctx.load_roster()
         fence = self._fence(roster)  # of the very generation that is judged
         reports, reports_revision = await self._reports(roster)
-        now = ctx.home.now()
+        now, config = ctx.home.now(), ctx.home.config
         for node in roster.nodes if roster else ():
             if node.node in reports:
                 launch.absent_since.pop(node.node, None)
             else:
                 launch.absent_since.setdefault(node.node, now)
-        config = ctx.home.config
         waited = Waited(
             now - launch.began_at,
             {n: now - since for n, since in launch.absent_since.items()},
@@ -221,29 +235,22 @@ class Launches:
             config.lease_s + config.lost_grace_s,
         )
         ruling = decide_install(joins, roster, reports, waited)
-        if ruling.refuse:
-            launch.trainers.pop(call.rank, None)
-            raise GenerationHeld(f"job {ctx.job}: {ruling.reason}")
-        leads = 0 in launch.trainers
-        seen = ctx.state.generation_revision
+        launch.reason, launch.looked_at = ruling.reason, now
+        if roster is not None:  # and no trainer of it came back after the reports were read
+            prefix = ctx.keys.trainers(roster.generation.number, "")
+            fence = (*fence, none_newer(prefix, reports_revision))
+        return Judged(ruling, joins, roster, fence)
 
-        def moved() -> bool:
-            return ctx.state.generation_revision != seen
-
-        def since(read_at: int) -> tuple[Compare, ...]:
-            """No trainer of the judged generation came back after the reports were read."""
-            if roster is None:
-                return ()
-            return (none_newer(ctx.keys.trainers(roster.generation.number, ""), read_at),)
-
-        if ruling.install and (leads or min(launch.trainers) == call.rank):
-            low, high = config.commit_delay_low_s, config.commit_delay_high_s
-            if leads or not await ctx.until(moved, ctx.home.doors.ids.uniform(low, high)):
-                await self._install(call, joins, roster, (*fence, *since(reports_revision)))
-                await ctx.refresh()
-        else:
-            await ctx.until(moved, POLL_LEAD_S if leads else POLL_OTHERS_S)
-        return ruling.reason
+    async def _why(self, call: w.TrainerJoin, launch: Launch) -> str:
+        """What the launch waits for, not older than LOOK_AT_LEAST_S."""
+        old = not launch.reason and launch.nodes <= AT_ONCE
+        old = old or self.ctx.home.now() - launch.looked_at > LOOK_AT_LEAST_S
+        if old and launch.announced:
+            try:
+                await self._judge(call, launch)
+            except LedgerUnavailable as e:
+                return str(e)
+        return launch.reason or "other ranks; rank 0 is told which"
 
     async def _announce(self, call: w.TrainerJoin, launch: Launch) -> None:
         home = self.ctx.home
@@ -260,10 +267,13 @@ class Launches:
             keep_last=call.keep_last,
             takeover=call.takeover,
         )
-        key = self.ctx.keys.join(call.run_token, home.node)
+        key, said = self.ctx.keys.join(call.run_token, home.node), (pack(join), home.session)
+        if launch.announced == said:
+            return
         entry = await home.doors.ledger.get(key)
-        if entry is None or entry.value != pack(join):
-            await self.ctx.transact(Txn(puts=(Put(key, pack(join), home.session),)))
+        there = entry is not None and entry.value == said[0]
+        if there or await self.ctx.transact(Txn(puts=(Put(key, *said),))):
+            launch.announced = said  # else the next turn shows whether it is there
 
     async def _joins(self, run_token: str) -> list[r.Join]:
         prefix = self.ctx.keys.join(run_token, "")
@@ -288,15 +298,9 @@ class Launches:
         reports = [unpack(e.value, r.LivingTrainers) for e in listing.entries]
         return {report.node: report for report in reports}, listing.revision
 
-    async def _install(
-        self,
-        call: w.TrainerJoin,
-        joins: Sequence[r.Join],
-        old: Roster | None,
-        compares: tuple[Compare, ...],
-    ) -> None:
+    async def _install(self, call: w.TrainerJoin, judged: Judged) -> None:
         """Write the roster, then swap the generation if nothing that was judged has changed."""
-        ctx = self.ctx
+        ctx, joins, old = self.ctx, judged.joins, judged.roster
         pieces = roster_pieces(joins)
         digest = hashlib.sha256(b"".join(pack(p) for p in pieces)).hexdigest()[:32]
         keys = [ctx.keys.roster(digest, i) for i in range(len(pieces))]
@@ -314,7 +318,7 @@ class Launches:
             keep_last=call.keep_last,
         )
         put = Put(ctx.keys.generation, pack(generation))
-        if await ctx.transact(Txn((*compares, *whole), (put,))):
+        if await ctx.transact(Txn((*judged.fence, *whole), (put,))):
             ctx.note("generation", number=generation.number, nodes=len(joins))
 
     async def _adopted(self, launch: Launch) -> bool:
@@ -372,15 +376,3 @@ class Launches:
             except CheckpointError as e:
                 self.ctx.note("tell_later", why=str(e))
                 await asyncio.sleep(RETRY_S)
-
-
-def check_call(call: w.TrainerJoin) -> None:
-    """Raises UsageError for a join that cannot be meant."""
-    if not 0 <= call.rank < call.world_size:
-        raise UsageError(f"rank {call.rank}: needs 0 to {call.world_size - 1}")
-    if not 1 <= call.keep_last <= r.MAX_KEEP_LAST:
-        raise UsageError(f"keep_last {call.keep_last}: needs 1 to {r.MAX_KEEP_LAST}")
-    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", call.run_token):
-        raise UsageError(
-            f"run token {call.run_token!r}: needs 1 to 64 letters, digits, '_', '.' or '-'"
-        )

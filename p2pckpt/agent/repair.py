@@ -6,6 +6,9 @@ the copies back from the others. It re-encodes, and puts each missing shard on a
 placement rules allow, by the same offer and receipt as a save. With too few hosts it goes as far as
 they allow, and tries again when the membership changes.
 
+A node looks at the shares of which it holds bytes itself, as only such a node ever mends a share;
+it asks those whom the record names and, if it must, everybody.
+
 Contract: `decide_repair` is pure. Only a committed step is repaired, against its recorded manifest:
 what is put has the digest that the group record names, so two repairers at once waste work and
 break nothing. What is held is asked of the stores themselves, never recomputed. At once when
@@ -14,9 +17,10 @@ nothing more may be lost or no save is under way, else after a while, as a new s
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,7 +28,7 @@ from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.bringing import bring, fetching
 from p2pckpt.agent.context import JobContext
-from p2pckpt.agent.deciding import ask_all, groups_of
+from p2pckpt.agent.deciding import ask, ask_all, groups_of
 from p2pckpt.agent.holdings import Held, Want, document_name
 from p2pckpt.errors import CheckpointError, IntegrityError
 from p2pckpt.ports import Region
@@ -60,10 +64,12 @@ def decide_repair(
 
     A shard on the node that has the own copy counts as missing: one loss would take both.
     """
-    owners = [n for n in living if all(n in sources.slots.get(k, ()) for k in share.ranks)]
-    owner = owners[0] if owners else ""
+    named = {n for nodes in (*sources.slots.values(), *sources.shards.values()) for n in nodes}
+    order = [n for n in living if n in named]
+    owners = (n for n in order if all(n in sources.slots.get(k, ()) for k in share.ranks))
+    owner = next(owners, "")
     held = {
-        i: [n for n in sources.shards.get(i, ()) if n in living and n != owner]
+        i: [n for n in order if n in sources.shards.get(i, ()) and n != owner]
         for i in range(layout.shards)
     }
     missing = tuple(i for i, nodes in held.items() if not nodes)
@@ -77,12 +83,26 @@ def decide_repair(
     return Repair(share, by, missing, not owner, spare)
 
 
+def has_enough(share: r.SealedShare, sources: Sources, living: Container[str], k: int) -> bool:
+    """Can the share be had from living nodes?"""
+    held = [i for i, nodes in sources.shards.items() if any(n in living for n in nodes)]
+    own = all(any(n in living for n in sources.slots.get(rank, ())) for rank in share.ranks)
+    return own or len(held) >= k
+
+
 @dataclass
 class Repairing:
     """The repairs of one job on this node."""
 
     ctx: JobContext
     looked: tuple[object, ...] = ()
+    losses: int = -1
+    """`JobContext.losses` when last looked at; -1: whatever was before this life is not known."""
+    members: Mapping[str, r.Member] | None = None
+    stores: dict[str, str] = field(default_factory=dict)
+    """Node by store of `members`."""
+    since: tuple[r.Attempt | None, float] = (None, 0.0)
+    """The newest step, and when this node first saw that it is."""
     again_at: float = math.inf
     noticed_at: float | None = None
     absent_since: dict[str, float] = field(default_factory=dict)
@@ -90,7 +110,7 @@ class Repairing:
     async def loop(self) -> None:
         """For ever: look, and mend what is this node's to mend."""
         while True:
-            await self.ctx.until(lambda: False, LOOK_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S)
             try:
                 await self.look()
             except CheckpointError as e:
@@ -103,48 +123,99 @@ class Repairing:
         if commit is None or not ctx.home.holdings.of_attempt(commit.attempt):
             return
         members = (await ctx.home.living(config.keepalive_s)).members
-        picture = (commit.attempt, tuple((n, m.store_id) for n, m in sorted(members.items())))
+        if members is not self.members:  # mostly nobody came or went
+            self.members, self.stores = members, {m.store_id: n for n, m in members.items()}
+        picture, losses = (commit.attempt, ctx.losses, self.stores), ctx.losses
         if picture == self.looked and ctx.home.now() < self.again_at:
             return
-        groups = await groups_of(ctx, commit.attempt)
-        if self._still_within_grace(groups, members):
+        if (concerned := await self._concerned(commit)) is None:
             return
-        answers, silent = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
-        facts = Facts(ctx.state, answers, (), {}, False)
-        repairs = [
-            found
-            for group in groups
-            for share in group.shares
-            if (
-                found := decide_repair(
-                    share,
-                    sources_of(share, commit.attempt, facts),
-                    sorted(members),
-                    commit.layout,
-                )
-            )
-        ]
+        if self._still_within_grace(concerned):
+            return
+        lacking = [s for s in concerned if not {s.store_id, *s.holders} <= self.stores.keys()]
+        lacking = concerned if losses != self.losses else lacking
+        answers, silent = await self._ask(commit, lacking, members)
+        repairs = self._repairs(commit, lacking, answers, members)
         if not repairs:
             self.looked, self.again_at, self.noticed_at = picture, math.inf, None
+            self.losses = losses
             return
         if not self._due(repairs) or (silent and min(found.spare for found in repairs) > 0):
             return  # a silent agent that keeps its lease may only be slow: it is not lost yet
         whole = True
         for repair in sorted(repairs, key=lambda found: (found.spare, found.share.node)):
             if repair.by == ctx.home.node:
+                facts = Facts(ctx.state, answers, (), {}, False)
                 sources = sources_of(repair.share, commit.attempt, facts)
                 whole &= await self.mend(commit, repair, sources, members)
         # What found no place now may find one later; at once when somebody comes or goes.
         again_s = math.inf if whole else AGAIN_S
         self.looked, self.again_at, self.noticed_at = picture, ctx.home.now() + again_s, None
+        self.losses = losses
 
-    def _still_within_grace(
-        self, groups: Sequence[r.GroupRecord], members: Mapping[str, r.Member]
-    ) -> bool:
+    async def _concerned(self, commit: r.Commit) -> list[r.SealedShare] | None:
+        """The shares of which this node holds anything; None: not to be known yet."""
+        ctx, now = self.ctx, self.ctx.home.now()
+        if self.since[0] != commit.attempt:
+            self.since = (commit.attempt, now)
+            ctx.elsewhere = {known for known in ctx.elsewhere if known[0] == commit.attempt}
+        if ctx.groups is not None and ctx.groups[0] == commit.attempt:
+            groups = ctx.groups[1]
+        elif now - self.since[1] < ctx.home.config.ledger_timeout_s and ctx.uncopied():
+            return None  # who keeps the copies is about to read them
+        else:
+            groups = await groups_of(ctx, commit.attempt)
+        held = {h.manifest_digest for h in ctx.home.holdings.of_attempt(commit.attempt)}
+        return [s for group in groups for s in group.shares if s.manifest_digest in held]
+
+    async def _ask(
+        self,
+        commit: r.Commit,
+        shares: Sequence[r.SealedShare],
+        members: Mapping[str, r.Member],
+    ) -> tuple[dict[str, w.HeldReply], list[str]]:
+        """Who holds what of some shares: by those whom the records name, those on whose nodes the
+        ranks are now, and this node; by everybody, if these have not enough, or this node would
+        have to bring own copies that may be elsewhere."""
+        ctx, here = self.ctx, self.ctx.home.node
+        if not shares:
+            return {}, []
+        ranks = {rank for share in shares for rank in share.ranks}
+        nodes = {entry.node for entry in ctx.roster.of_ranks(ranks)} if ctx.roster else set()
+        nodes |= {self.stores.get(s, here) for x in shares for s in (x.store_id, *x.holders)}
+        query = w.HeldQuery(ctx.job, commit.attempt)
+        nodes |= {here, *(node for attempt, node in ctx.elsewhere if attempt == commit.attempt)}
+        asked = [members[name] for name in nodes if name in members]
+        answers, silent = await ask(ctx, query, asked)
+        facts = Facts(ctx.state, answers, (), {}, False)
+        clear = all(
+            has_enough(share, sources_of(share, commit.attempt, facts), members, commit.layout.k)
+            for share in shares
+        )
+        mine = (x for x in self._repairs(commit, shares, answers, members) if x.by == here)
+        if clear and not any(repair.bring for repair in mine):
+            return answers, silent
+        return await ask_all(ctx, query)
+
+    def _repairs(
+        self,
+        commit: r.Commit,
+        shares: Sequence[r.SealedShare],
+        answers: Mapping[str, w.HeldReply],
+        members: Mapping[str, r.Member],
+    ) -> list[Repair]:
+        facts = Facts(self.ctx.state, answers, (), {}, False)
+        living = sorted(members, key=lambda n: (members[n].draining, n))
+        found = (
+            decide_repair(s, sources_of(s, commit.attempt, facts), living, commit.layout)
+            for s in shares
+        )
+        return [repair for repair in found if repair]
+
+    def _still_within_grace(self, shares: Sequence[r.SealedShare]) -> bool:
         """Is some recorded store away, but not yet for as long as a restart may take?"""
-        stores = {m.store_id for m in members.values()}
-        wanted = {s for g in groups for share in g.shares for s in (*share.holders, share.store_id)}
-        away, now = wanted - stores - {""}, self.ctx.home.now()
+        wanted = {s for share in shares for s in (*share.holders, share.store_id)}
+        away, now = wanted - self.stores.keys() - {""}, self.ctx.home.now()
         for store in list(self.absent_since):
             if store not in away:
                 del self.absent_since[store]
@@ -207,6 +278,7 @@ class Repairing:
         finally:
             for stage in stages:
                 ctx.home.holdings.release(stage)
+            ctx.track(attempt)  # what was brought goes with it, if it was retired meanwhile
 
     def _spread(self) -> tuple[tuple[str, bool], ...]:
         return tuple((level, False) for level, _ in self.ctx.home.config.spread_levels)
@@ -216,10 +288,10 @@ class Repairing:
         ctx, failed = self.ctx, set[str]()
         while (node := substitute(crew, ctx.home.node, used, failed)) is not None:
             try:
-                session = ctx.home.member.session
                 holder, doors = crew.members[node], ctx.home.doors
-                await send_shard(share, index, holder, session, doors, ctx.home.config)
+                await send_shard(share, index, holder, doors, ctx.home.config)
                 used.add(node)
+                ctx.elsewhere.add((share.manifest.attempt, node))
                 return True
             except CheckpointError as e:
                 failed.add(node)

@@ -33,8 +33,8 @@ from p2pckpt.errors import (
 )
 from p2pckpt.jobstate import JobState
 from p2pckpt.ports import Put, Region, Txn, absent, present
-from p2pckpt.restore.fetch import OBJECT_STORE
-from p2pckpt.restore.pipeline import Fetched, Stage, restore_rank
+from p2pckpt.restore.fetch import OBJECT_STORE, fetch_manifest
+from p2pckpt.restore.pipeline import Fetched, Stage, failure, restore_rank
 from p2pckpt.restore.verify import open_manifest, snapshot_table
 from p2pckpt.wire import pack
 
@@ -146,20 +146,20 @@ class Restoring:
 
     async def _file(self, ballot: Ballot, rank: int) -> w.RestoreFile:
         """The rank's snapshot as a file of this node: its own slot, or fetched from peers."""
-        ctx, holdings = self.ctx, self.ctx.home.holdings
+        holdings = self.ctx.home.holdings
         commit = ballot.decision.commit
         assert commit is not None
         attempt = commit.attempt
         await self._register(ballot, attempt)
         share = await self._share(attempt, rank)
         held = holdings.find(attempt, r.FileKind.SLOT, rank)
-        packed = ctx.home.doors.arena.document(document_name(share.manifest_digest))
         source = "local"
-        if held is None or held.manifest_digest != share.manifest_digest or packed is None:
-            held, packed = await self._bring(ballot, rank)
+        if held is None or held.manifest_digest != share.manifest_digest:
+            held, manifest = await self._bring(ballot, rank)
             source = _source(ballot.fetched[rank].bytes_from)
+        else:
+            manifest = await self._manifest(attempt, share, rank)
         ballot.files[rank] = held
-        manifest = open_manifest(packed, share.manifest_digest)
         fetched = ballot.fetched.get(rank)
         return w.RestoreFile(
             ballot=ballot.decision.ballot,
@@ -174,7 +174,23 @@ class Restoring:
             seconds={"decide": ballot.decide_s, **(fetched.seconds if fetched else {})},
         )
 
-    async def _bring(self, ballot: Ballot, rank: int) -> tuple[Held, bytes]:
+    async def _manifest(self, attempt: r.Attempt, share: r.SealedShare, rank: int) -> r.Manifest:
+        """Of an own slot: the copy beside it, or another one if this one is gone or damaged."""
+        arena, name = self.ctx.home.doors.arena, document_name(share.manifest_digest)
+        if (packed := arena.document(name)) is not None:
+            try:
+                return open_manifest(packed, share.manifest_digest)
+            except IntegrityError as e:
+                self.ctx.note("manifest_damaged", attempt=attempt.key, rank=rank, why=str(e))
+        job = await fetching(self.ctx, attempt, share, rank)
+        try:
+            manifest = await fetch_manifest(job)
+        except IntegrityError as e:
+            raise failure(job, str(e)) from e
+        arena.put_document(name, pack(manifest))
+        return manifest
+
+    async def _bring(self, ballot: Ballot, rank: int) -> tuple[Held, r.Manifest]:
         """Fetch a rank into a new slot; it is the rank's own slot from then on.
 
         A step that RAM has retired and only the object store has is not taken up again: its file
@@ -190,7 +206,7 @@ class Restoring:
         held, fetched = await bring(ctx.home, job, r.FileKind.SLOT if lives else r.FileKind.STAGE)
         ballot.fetched[rank] = fetched
         self._note_fetched(rank, fetched)
-        return held, pack(fetched.manifest)
+        return held, fetched.manifest
 
     async def _again(self, ballot: Ballot, rank: int, room: Stage) -> None:
         """Fetch a rank once more, into the file that it has."""
@@ -230,8 +246,8 @@ class Restoring:
         else:
             there = present(ctx.keys.offloaded(attempt))
         compares = (ctx.state.same_ledger(), there)
-        await ctx.transact(Txn(compares, (Put(key, b"1", ctx.home.session),)))
-        if await ctx.home.doors.ledger.get(key) is None:
+        put = Txn(compares, (Put(key, b"1", ctx.home.session),))
+        if not await ctx.transact(put) and await ctx.home.doors.ledger.get(key) is None:
             raise SourcesAway(f"step {attempt.step} was retired before it could be read")
         self.reading.add(key)
 

@@ -38,6 +38,10 @@ from p2pckpt.wire import pack
 RECENT_OUTCOMES = 8
 """Outcomes kept above the floor, for trainers that ask a little late."""
 
+NEVER_OPENED = 64
+"""An attempt that lies so far behind a decided one is over: no agent was there when it was due, so
+that nobody puts an outcome; or it is slower than any deadline, and its commit will be refused."""
+
 OPERATIONS = 100
 """Of one clean-up transaction; etcd allows 128."""
 
@@ -116,7 +120,8 @@ def decide_trim(state: JobState) -> Trim | None:
     ordinal = floor_ordinal if floor_generation == number else 0
     decided = {o.attempt.ordinal for o in state.outcomes.values() if o.attempt.generation == number}
     first = ordinal
-    while ordinal in decided:
+    newest = max(decided, default=0)
+    while ordinal in decided or ordinal < newest - NEVER_OPENED:
         ordinal += 1
     floor = f"{number:010d}.{max(first, ordinal - RECENT_OUTCOMES):010d}"
     deletes = []
@@ -135,6 +140,7 @@ def decide_trim(state: JobState) -> Trim | None:
         if generation < number and closed not in (current, *_ends(state, closed.lineage)):
             deletes.append(keys.closed(generation, ballot))
     deletes += [keys.decision(g, b) for g, b in sorted(state.decisions) if g < number]
+    deletes += [keys.schedule(g) for g in sorted(state.schedules) if g < number]
     return Trim(floor, tuple(deletes)) if floor != state.floor or deletes else None
 
 
@@ -212,7 +218,7 @@ async def retire(ctx: JobContext) -> None:
         await ctx.until(wanted, None)
         led = _led(ctx)
         if not led:
-            await ctx.until(lambda: not _due(ctx), OTHERS_AFTER_S)
+            await ctx.until(lambda: not _due(ctx), OTHERS_AFTER_S + ctx.turn_s())
         try:
             if led not in (0, swept):
                 await _sweep(ctx)

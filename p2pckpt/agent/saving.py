@@ -8,7 +8,9 @@ encoded, sent, sealed and handed in, without the trainers; then this node, like 
 roster, sees to it that the attempt gets its one outcome.
 
 Contract: whatever fails ends in ABORT with the reason, never in a wait without end; a slot is
-reused only after its attempt is settled and its writer is done or dead.
+reused only after its attempt is settled and its writer is done or dead. A rank writes one slot at
+a time, so one that asks for the next, or says that it failed, is done with those before: its
+patience may have ended before this agent answered.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ from p2pckpt.save.offload import held_back
 from p2pckpt.save.pipeline import Origin, OwnSlot, save_share
 from p2pckpt.save.send import Crew, crew_of
 from p2pckpt.wire import pack
+
+REMEMBERED = 64
+"""Attempts that are over whose outcome is kept, for trainers that ask late."""
 
 
 @dataclass
@@ -67,12 +72,14 @@ class Saving:
         ctx = self.ctx
         own = self._own(call.ordinal, call.step)
         attempt = own.attempt
+        self._done_before(trainer, rank, attempt)
         if rank in own.slots:
             raise UsageError(f"rank {rank} opened attempt {attempt.key} twice")
         if ctx.decided(attempt):
             return w.Skipped(reason=self._why(attempt))
         layout = ctx.roster.generation.layout if ctx.roster else r.Layout(1, 0)
-        ctx.track(attempt, call.capacity * len(own.ranks) * layout.shards // layout.k)
+        sent_bytes = call.capacity * len(own.ranks) * layout.shards // layout.k
+        ctx.track(attempt, sent_bytes)
         spare_s = ctx.home.config.skip_wait_s
         if not await ctx.until(lambda: ctx.decided(attempt) or self._may_take(rank), spare_s):
             return await self._skip(attempt, rank, "its earlier saves are still in flight")
@@ -84,6 +91,7 @@ class Saving:
         except NoRoom as e:
             return await self._skip(attempt, rank, str(e))
         own.slots[rank] = held
+        ctx.track(attempt, sent_bytes)  # it may have been settled, and freed, while a file was made
         job, kind = ctx.job, r.FileKind.SLOT
         slots = tuple(h.file for h in ctx.home.holdings if (h.job, h.kind) == (job, kind))
         return w.Slot(file=held.file, capacity=held.capacity, slots=slots)
@@ -106,8 +114,8 @@ class Saving:
         held = own.slots.get(rank)
         if held is None or held.attempt != own.attempt:
             reason = f"rank {rank} has no slot for it: the agent restarted, or it was given up"
-            await self.ctx.abort(own.attempt, reason)
-            raise SaveAborted(f"step {call.step}: {self._why(own.attempt)}")
+            decided = await self._end(own.attempt, reason)
+            raise SaveAborted(f"step {call.step}: {self._why(own.attempt) if decided else reason}")
         self.ctx.home.holdings.seal(held, call.length, "")
         own.done[rank] = call
         self.prepare(held.capacity)
@@ -128,17 +136,28 @@ class Saving:
             self.ctx.home.spawn("prepare slots", work)
 
     async def slot_failed(self, rank: int, call: w.SlotFailed) -> r.Record:
-        """The trainer could not write: ABORT, and the slot's writer is done."""
+        """The trainer could not write, or not be served in time: ABORT, and it writes no more."""
         own = self._own(call.ordinal, call.step)
         if held := own.slots.get(rank):
             self.ctx.home.holdings.writer_done(held)
         await self._end(own.attempt, f"rank {rank}: {call.reason}")
         return w.Accepted()
 
+    def _done_before(self, trainer: TrainerId, rank: int, attempt: r.Attempt) -> None:
+        """The rank asks for the next slot: it writes into no other one any more."""
+        for held in self.ctx.home.holdings.written_by(trainer):
+            mine = (held.job, held.kind, held.part) == (self.ctx.job, r.FileKind.SLOT, rank)
+            if mine and held.attempt != attempt:
+                self.ctx.home.holdings.writer_done(held)
+
     async def _remember(self, own: OwnAttempt) -> None:
         """Keep the outcome for trainers that ask when the ledger has forgotten it."""
         attempt = own.attempt
-        await self.ctx.until(lambda: self._outcome(attempt) is not None, None)
+
+        def over() -> bool:
+            return self._outcome(attempt) is not None or self.open.get(attempt.key) is not own
+
+        await self.ctx.until(over, None)
         own.outcome = self._outcome(attempt)
 
     async def status(self, call: w.SaveStatus) -> r.Record:
@@ -153,7 +172,8 @@ class Saving:
 
     async def trainer_gone(self, trainer: TrainerId) -> None:
         """A process is dead: what it had not finished cannot be finished."""
-        for held in self.ctx.home.holdings.written_by(trainer):
+        mine = [h for h in self.ctx.home.holdings.written_by(trainer) if h.job == self.ctx.job]
+        for held in mine:
             self.ctx.home.holdings.writer_done(held)
             if held.attempt is not None and not held.whole:
                 await self.ctx.abort(held.attempt, f"rank {held.part} died while writing")
@@ -217,7 +237,7 @@ class Saving:
             raise StaleGenerationError(f"{ctx.home.node} has no rank in generation {generation}")
         own = self.open.get(attempt.key)
         if own is None:
-            for old in [a for a in self.open.values() if ctx.decided(a.attempt)][:-64]:
+            for old in [a for a in self.open.values() if ctx.decided(a.attempt)][:-REMEMBERED]:
                 del self.open[old.attempt.key]
             closed = ctx.state.lineage(attempt.generation)
             lineage = closed.lineage if closed and closed.ballot else None
@@ -226,8 +246,10 @@ class Saving:
         return own
 
     def _may_take(self, rank: int) -> bool:
-        """Has the rank a slot left? keep_last retained ones and one in flight."""
+        """Has the rank a slot left? keep_last retained ones and one in flight. What was open when
+        the ledger was lost is kept, as nobody knows its outcome, and takes no slot for that."""
         assert self.ctx.roster is not None
+        state = self.ctx.state
         keep_last = self.ctx.roster.generation.keep_last
         extra = held_back(self.ctx.state, self.ctx.home.config.offload_every, keep_last)
         extra |= self._older_lineages(self.ctx.roster.generation.number)
@@ -236,7 +258,9 @@ class Saving:
             for h in self.ctx.home.holdings.of_job(self.ctx.job)
             if h.kind is r.FileKind.SLOT
             and h.part == rank
-            and (h.attempt is None or h.attempt.key not in extra)
+            and h.attempt is not None
+            and h.attempt.key not in extra
+            and (h.attempt.ledger_id == state.ledger_id or state.committed(h.attempt) is not None)
         )
         return taken < keep_last + 1
 
@@ -283,7 +307,7 @@ class Saving:
     def _origin(self, attempt: r.Attempt, roster: Roster) -> Origin:
         home = self.ctx.home
         layout = roster.generation.layout
-        return Origin(attempt, home.node, home.member.store_id, home.member.session, layout)
+        return Origin(attempt, home.node, home.member.store_id, layout)
 
     async def _crew(self, roster: Roster) -> Crew:
         """Everybody alive, as a cluster; labels and rules from the members and the config."""

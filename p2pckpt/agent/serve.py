@@ -32,13 +32,15 @@ MANIFEST_PIECE_BYTES = 1024 * 1024
 """Of one reply: peers' messages stay below 4 MiB, and bytes grow by a third as text."""
 
 
-def decide_offer(offer: w.PutOffer, state: JobState, cut_off: bool) -> str:
+def decide_offer(offer: w.PutOffer, state: JobState, cut_off: bool, draining: bool = False) -> str:
     """Why an offer is refused; "" if it may be granted."""
     attempt = offer.attempt
     if state.ledger_id != attempt.ledger_id:
         return f"ledger id {attempt.ledger_id[:8]} is not this job's ({state.ledger_id[:8]})"
     if cut_off:
         return "cut off from the ledger for longer than a lease"
+    if draining:
+        return "it is being drained"
     if offer.index < 0 or min((*offer.lengths, offer.manifest_bytes - 1)) < 0:
         return f"shard {offer.index}, {offer.lengths}, {offer.manifest_bytes}: need 0, 0, 1 or more"
     if state.committed(attempt) is not None:
@@ -76,10 +78,11 @@ class Serving:
     async def offer(self, offer: w.PutOffer) -> r.Record:
         """Judge an offer and grant it."""
         ctx = await self.context(offer.attempt.job)
-        generation = ctx.state.generation
-        if generation is None or generation.number < offer.attempt.generation:
+        generation, other = ctx.state.generation, ctx.state.ledger_id != offer.attempt.ledger_id
+        if other or generation is None or generation.number < offer.attempt.generation:
             await ctx.refresh()
-        if why := decide_offer(offer, ctx.state, self.home.cut_off):
+        draining = self.home.member.draining
+        if why := decide_offer(offer, ctx.state, self.home.cut_off, draining):
             return w.RefusedReply(reason=why)
         key = (offer.attempt, offer.owner, offer.index)
         if key in self.incoming:
@@ -208,7 +211,7 @@ class Serving:
     # -- what is here, and back with it -----------------------------------------------------------
 
     def held(self, query: w.HeldQuery) -> w.HeldReply:
-        """Everything WHOLE of a job, or of one attempt."""
+        """Everything WHOLE of a job, or of one attempt, but for what was found to be wrong."""
         files = [
             h
             for h in self.home.holdings.of_job(query.job)
@@ -225,7 +228,7 @@ class Serving:
                     manifest_digest=h.manifest_digest,
                 )
                 for h in files
-                if h.whole and h.attempt is not None
+                if h.whole and h.attempt is not None and not h.bad
             ),
             bytes_held=sum(h.length for h in files),
         )

@@ -26,10 +26,23 @@ from topology.survive import Share, worst_case
 SCHEMA_VERSION = 1
 
 
+class HasFacts(Protocol):
+    """A part that says how it stands."""
+
+    def facts(self) -> dict[str, Any] | None:
+        """JSON, or None where there is nothing to say."""
+        ...
+
+
 class HasContext(Protocol):
     """A job on this node."""
 
     ctx: JobContext
+
+    @property
+    def scheduling(self) -> HasFacts:
+        """Its save schedule."""
+        ...
 
 
 async def status(home: Home, jobs: Mapping[str, HasContext]) -> dict[str, Any]:
@@ -44,9 +57,14 @@ async def status(home: Home, jobs: Mapping[str, HasContext]) -> dict[str, Any]:
         "store_id": arena.store_id,
         "cut_off": home.cut_off,
         "ram": {"budget_bytes": arena.budget_bytes, "used_bytes": arena.used_bytes},
-        "members": members,
+        "members": None if members is None else sorted(members),
+        "draining": sorted(n for n, m in (members or {}).items() if m.draining),
+        "config": home.config.shown(),
         "jobs": {
-            name: await _job(job.ctx, members is not None)
+            name: {
+                **await _job(job.ctx, members is not None),
+                "schedule": job.scheduling.facts(),
+            }
             for name, job in sorted(jobs.items())
             if _is_here(job.ctx)
         },
@@ -59,9 +77,9 @@ def _is_here(ctx: JobContext) -> bool:
     return bool(there or ctx.home.holdings.of_job(ctx.job))
 
 
-async def _members(home: Home) -> list[str] | None:
+async def _members(home: Home) -> Mapping[str, r.Member] | None:
     try:
-        return sorted((await home.living(home.config.keepalive_s)).members)
+        return (await home.living(home.config.keepalive_s)).members
     except CheckpointError:
         return None
 
@@ -106,11 +124,15 @@ async def _job(ctx: JobContext, reachable: bool) -> dict[str, Any]:
 
 
 async def redundancy(ctx: JobContext, commit: r.Commit) -> dict[str, Any]:
-    """What a committed step survives now: node losses, and which shares lack what."""
+    """What a committed step survives now: node losses, and which shares lack what.
+
+    A node that is being drained counts as gone, so what is said holds without it.
+    """
     answers, silent = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
     groups = await groups_of(ctx, commit.attempt)
     facts = Facts(ctx.state, answers, silent, {commit.attempt.key: groups}, False)
-    members = (await ctx.home.living(ctx.home.config.keepalive_s)).members
+    living = (await ctx.home.living(ctx.home.config.keepalive_s)).members
+    members = {n: m for n, m in living.items() if not m.draining}
     nodes = [Node(m.node, m.host, tuple(m.domains.items())) for m in members.values()]
     levels = LEVELS + tuple(sorted({lv for m in members.values() for lv in m.domains} - {*LEVELS}))
     cluster = Cluster(tuple(nodes), levels)

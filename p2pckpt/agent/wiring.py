@@ -34,6 +34,7 @@ from p2pckpt.backends.workers import SystemIds, ThreadWorkers
 from p2pckpt.config import Config
 from p2pckpt.errors import CheckpointError, ConfigError
 from p2pckpt.ports import Doors, ObjectStore
+from p2pckpt.restore.fetch import OBJECT_STORE
 
 Notes = Callable[[str, dict[str, Any]], None]
 
@@ -114,17 +115,22 @@ def served(group: str) -> tuple[set[int], int | None]:
 
 
 def member_of(config: Config, store_id: str) -> r.Member:
-    """Who this node is. The host defaults to a digest of the machine id."""
-    host = config.host_id
-    if not host:
-        machine = Path("/etc/machine-id")
-        text = machine.read_text().strip() if machine.exists() else ""
-        if not text:
-            raise ConfigError("host_id: /etc/machine-id is empty or absent; set host_id")
-        host = hashlib.sha256(b"p2pckpt " + text.encode()).hexdigest()[:16]
+    """Who this node is. Raises ConfigError."""
     if not config.node:
         raise ConfigError("node: needs a name that no other agent has")
+    if config.node == OBJECT_STORE:
+        raise ConfigError(f"node: {config.node!r} is what the object store is called")
+    host = config.host_id or machine_host()
+    if not host:
+        raise ConfigError("host_id: /etc/machine-id is empty or absent; set host_id")
     return r.Member(config.node, host, store_id, "", "", "", config.domain_map)
+
+
+def machine_host() -> str:
+    """The host where `host_id` is not set: a digest of the machine id; "" if there is none."""
+    machine = Path("/etc/machine-id")
+    text = machine.read_text().strip() if machine.exists() else ""
+    return hashlib.sha256(b"p2pckpt " + text.encode()).hexdigest()[:16] if text else ""
 
 
 async def _tell_ready(agent: Agent, socket: str, notes: Notes) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from p2pckpt.cli.agent import config_options, read_config
+from p2pckpt.cli.agent import config_options, effective, read_config
 from p2pckpt.cli.output import finish, json_option
 
 
@@ -19,14 +19,27 @@ def config() -> None:
 @config_options
 @json_option
 def show(config_file: str | None, json_file: str | None, **flags: Any) -> None:
-    """Print effective values with their origin; secrets are masked."""
-    shown = read_config(config_file, flags).shown()
-    width = max(len(name) for name in shown)
+    """Print the values that an agent started here and now would have, each with its origin.
+
+    Secrets are masked. `p2pckpt status --json` has those of an agent that runs.
+    """
+    shown = effective(read_config(config_file, flags)).shown()
+    name_width = max(len(name) for name in shown)
+    value_width = min(32, max(len(str(entry["value"])) for entry in shown.values()))
+    origin_width = min(32, max(len(entry["origin"]) for entry in shown.values()))
     lines = [
-        f"{name:{width}}  {entry['value']!s:24}  {entry['origin']:10}  {entry['why']}"
+        f"{name:{name_width}}  {_value(entry['value']):{value_width}}  "
+        f"{entry['origin']:{origin_width}}  {entry['why']}"
         for name, entry in shown.items()
     ]
     finish("config show", json_file, {"settings": shown}, "\n".join(lines))
+
+
+def _value(value: Any) -> str:
+    """As it would be written on a command line; "-": nothing."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) or "-"
 
 
 @config.command()

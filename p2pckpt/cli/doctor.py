@@ -5,8 +5,10 @@ a UCX mover that is started and asked, the coding and checksum libraries computi
 linearizable read from every etcd, the agent's socket. A check that cannot look says so; it never
 ends the others.
 
-Contract: changes nothing but a mover process of its own, which is gone afterwards. Settings are
-read as `p2pckpt agent` reads them. Exit codes: 0 all is well, 4 warnings only, 1 something fails.
+Contract: changes nothing but a mover process of its own, which is gone afterwards. If an agent
+answers on the socket, its settings are what is checked, else those that an agent started now would
+have; a flag of the doctor's own overrules both, and the first line says which. Exit codes: 0 all
+is well, 4 warnings only, 1 something fails.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,12 @@ import crc32c as crc32c_package
 
 from p2pckpt import wire as w
 from p2pckpt.backends.agent_link import AgentLink
-from p2pckpt.backends.budget import default_budget
 from p2pckpt.backends.etcd import Etcd, version_flaw
 from p2pckpt.backends.trainers import default_socket_paths
 from p2pckpt.backends.ucx import UcxTransport
+from p2pckpt.cli import memory
 from p2pckpt.cli.agent import config_options, read_config
+from p2pckpt.cli.memory import FAIL, OK, WARN, Check
 from p2pckpt.cli.output import (
     EXIT_DEGRADED,
     EXIT_DONE,
@@ -40,15 +43,14 @@ from p2pckpt.cli.output import (
     agent_option,
     finish,
     json_option,
+    plural,
+    waiting,
 )
 from p2pckpt.coding import checksum, reed_solomon
 from p2pckpt.config import Config
 from p2pckpt.errors import CheckpointError, ConfigError
 from p2pckpt.records import ROOT, Layout
 
-OK, WARN, FAIL = "ok", "warn", "fail"
-SMALL_BYTES = 1 << 30
-"""A budget below this holds checkpoints of toys only."""
 SLOW_LEDGER_S = 0.1
 """A linearizable read that takes longer delays every commit."""
 READS = 5
@@ -58,19 +60,10 @@ GET_RDMA = (
     "for RDMA install a system UCX built with verbs (the UCX wheel has none) and set "
     "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true for the agent"
 )
+MASKED = "***"
 
 
-@dataclass(frozen=True)
-class Check:
-    """One verdict line: "ok", "warn" or "fail", what was found, and what to do about it."""
-
-    name: str
-    verdict: str
-    found: str
-    do: str = ""
-
-
-@click.command()
+@click.command(short_help="Check what this node lacks, and what to do.")
 @click.option(
     "--layout", default="rs:4,2", show_default=True, help="Are there hosts enough for it?"
 )
@@ -85,33 +78,46 @@ def doctor(
     **flags: Any,
 ) -> None:
     """Check this node: memory, limits, UCX, libraries, etcd, the agent, and hosts for a layout."""
-    wanted, config = Layout.parse(layout), read_config(config_file, flags).config
-    checks = list(check_all(config, wanted, agent))
+    wanted, read = Layout.parse(layout), read_config(config_file, flags)
+    chosen = agent or read.config.socket
+    paths = (chosen,) if chosen else default_socket_paths(os.environ)
+    with waiting("looking"):
+        answered = ask_agent(paths)
+        told = answered if isinstance(answered, dict) else None
+        config, origin = settings(read.config, flags, told)
+        checks = [Check("settings", OK, origin), *check_all(config, wanted)]
+        checks.append(check_agent(answered))
     verdicts = {check.verdict for check in checks}
     code = EXIT_FAILED if FAIL in verdicts else EXIT_DEGRADED if WARN in verdicts else EXIT_DONE
     bad = [c for c in checks if c.verdict == FAIL] or [c for c in checks if c.verdict == WARN]
-    advice = f"first: {bad[0].name}: {bad[0].do}" if bad else ""
+    advice = ""
+    if bad:
+        say = plural(len(bad), "check says", "checks say")
+        advice = f"{say} {bad[0].verdict}\nfirst: {bad[0].name}: {bad[0].do}"
     lines = []
     for check in checks:
         lines.append(f"{check.verdict:4}  {check.name:13}  {check.found}")
-        if check.do and check.verdict != OK:
+        if check.do:
             lines.append(f"{'':21}-> {check.do}")
     document = {"checks": [asdict(check) for check in checks]}
     finish("doctor", json_file, document, "\n".join(lines), code, advice)
 
 
-def check_all(config: Config, layout: Layout, agent: str | None) -> Iterable[Check]:
-    """All checks, in the order in which an agent would meet the trouble."""
-    budget, why = budget_of(config)
-    yield from _guarded("memory", lambda: check_memory(config, budget, why))
-    yield from _guarded("directory", lambda: check_directory(config.directory, budget, _mounts()))
+def check_all(config: Config, layout: Layout) -> Iterable[Check]:
+    """All checks but the agent's, in the order in which an agent would meet the trouble."""
+    budget, why = memory.budget_of(config)
+    mounts, devices = memory.mounts_here(), memory.rdma_devices()
+    yield from _guarded("memory", lambda: memory.check_memory(config, budget, why))
+    yield from _guarded(
+        "directory", lambda: memory.check_directory(config.directory, budget, mounts)
+    )
+    yield from memory.check_huge(config.directory, mounts, memory.shmem_setting())
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    yield check_locked(limit, budget)
-    yield from _guarded("ucx", _ucx)
+    yield memory.check_locked(limit, budget, devices)
+    yield from _guarded("ucx", lambda: check_ucx(_mover_facts(), devices))
     yield from _guarded("coding", _coding)
     yield from _guarded("checksum", _checksum)
     yield from _guarded("etcd", lambda: asyncio.run(_etcd(config, layout)))
-    yield _agent(agent or config.socket)
 
 
 def _guarded(name: str, look: Callable[[], Check | list[Check]]) -> Iterable[Check]:
@@ -122,66 +128,53 @@ def _guarded(name: str, look: Callable[[], Check | list[Check]]) -> Iterable[Che
     return [found] if isinstance(found, Check) else found
 
 
-# -- memory ----------------------------------------------------------------------------------------
+# -- the agent -------------------------------------------------------------------------------------
 
 
-def budget_of(config: Config) -> tuple[int, str]:
-    """What an agent would take, in bytes, and why: as its settings say, or half of what is free."""
-    free, why = default_budget(config.directory)
-    return (config.ram_budget_bytes or free), why
+def ask_agent(paths: tuple[str, ...]) -> dict[str, Any] | str:
+    """The status document of the agent that answers there, or why none does."""
+    try:
+        with AgentLink(paths) as link:
+            reply = link.call(w.StatusQuery(), 30.0)
+    except CheckpointError as e:
+        return str(e)
+    assert isinstance(reply, w.StatusReply)
+    facts: dict[str, Any] = json.loads(reply.document)
+    return facts
 
 
-def check_memory(config: Config, budget: int, why: str) -> Check:
-    """The budget against what tmpfs, machine and cgroups leave free. Pure."""
-    free = 2 * default_budget(config.directory)[0]
-    found = f"an agent would take {_mib(budget)} ({why})"
-    if budget > free:
-        do = f"set ram_budget_bytes to {free} at most, or make room: bigger writes are killed"
-        return Check("memory", FAIL, f"budget {_mib(budget)}, but free are {_mib(free)}", do)
-    if budget < SMALL_BYTES:
-        do = "raise the limit that is named as the least (tmpfs size=, cgroup memory limit)"
-        return Check("memory", WARN, found, do)
-    return Check("memory", OK, found)
+def settings(
+    read: Config, flags: Mapping[str, Any], told: Mapping[str, Any] | None
+) -> tuple[Config, str]:
+    """What is checked, and whose settings these are. Pure.
+
+    A masked secret is not told by the agent: the doctor's own is taken.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    if told is None:
+        return read, "no agent answers: those that `p2pckpt config show` shows"
+    values = {k: v for k, v in told.get("config", {}).items() if v != MASKED}
+    values["ram_budget_bytes"] = told["ram"]["budget_bytes"]
+    known = {k: v for k, v in values.items() if hasattr(read, k) and k not in given}
+    but = f", but {', '.join('--' + name.replace('_', '-') for name in given)}" if given else ""
+    return replace(read, **known), f"those of the agent of {told['node']}, which runs{but}"
 
 
-def check_directory(directory: str, budget: int, mounts: Mapping[str, str]) -> Check:
-    """Is the directory in RAM, and its file system large enough? ``mounts``: type by path."""
-    place = Path(directory).absolute()
-    while not place.exists():
-        place = place.parent
-    disk = os.statvfs(place)
-    size = disk.f_blocks * disk.f_frsize
-    on = max((m for m in mounts if place == Path(m) or Path(m) in place.parents), key=len)
-    found = f"{directory}: {mounts[on]} of {_mib(size)} at {on}"
-    if place != Path(directory).absolute() and place != Path(directory).absolute().parent:
-        return Check("directory", FAIL, f"{directory}: {place} is as far as it exists", "make it")
-    if mounts[on] not in ("tmpfs", "ramfs"):
-        do = "use a directory on tmpfs, as /dev/shm; here every save would go to a disk"
-        return Check("directory", WARN, found, do)
-    if size < budget:
-        do = "mount it larger (docker run --shm-size=..., mount -o remount,size=...)"
-        return Check("directory", FAIL, found, do)
-    return Check("directory", OK, found)
-
-
-def _mounts() -> dict[str, str]:
-    lines = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
-    return {fields[1].encode().decode("unicode_escape"): fields[2] for fields in lines}
-
-
-def check_locked(limit: int, budget: int) -> Check:
-    """RDMA locks the memory that it moves; TCP does not. ``limit``: RLIMIT_MEMLOCK in bytes."""
-    if limit == resource.RLIM_INFINITY or limit >= budget:
-        return Check("locked memory", OK, "no limit" if limit < 0 else _mib(limit))
-    found = f"ulimit -l is {limit // 1024} KiB; RDMA needs {budget // 1024} KiB, TCP none"
-    do = "for RDMA: LimitMEMLOCK=infinity in the unit, docker run --ulimit memlock=-1"
-    return Check("locked memory", WARN, found, do)
+def check_agent(answered: Mapping[str, Any] | str) -> Check:
+    """Does one run, and does it reach etcd? Pure."""
+    if isinstance(answered, str):
+        do = "start `p2pckpt agent`, or set P2PCKPT_AGENT where trainers and commands run"
+        return Check("agent", WARN, answered, do)
+    if answered["cut_off"]:
+        found = f"{answered['node']} runs, but is cut off from etcd"
+        return Check("agent", FAIL, found, "see etcd above; the agent tries again by itself")
+    return Check("agent", OK, f"{answered['node']} answers")
 
 
 # -- libraries -------------------------------------------------------------------------------------
 
 
-def _ucx() -> list[Check]:
+def _mover_facts() -> dict[str, str]:
     async def ask() -> dict[str, str]:
         transport = await UcxTransport.start(_no_file, "127.0.0.1")
         try:
@@ -189,8 +182,7 @@ def _ucx() -> list[Check]:
         finally:
             await transport.close()
 
-    devices = sorted(p.name for p in Path("/sys/class/infiniband").glob("*"))
-    return check_ucx(asyncio.run(ask()), devices)
+    return asyncio.run(ask())
 
 
 def _no_file(file: str, writable: bool) -> int:
@@ -212,7 +204,7 @@ def check_ucx(facts: Mapping[str, str], devices: list[str]) -> list[Check]:
         found = f"devices {' '.join(devices)} are there, UCX does not use them"
         out.append(Check("rdma", WARN, found, GET_RDMA))
     else:
-        out.append(Check("rdma", OK, f"no device on this machine, TCP is used; {GET_RDMA}"))
+        out.append(Check("rdma", OK, "no device on this machine: TCP is used"))
     return out
 
 
@@ -258,7 +250,9 @@ async def _etcd(config: Config, layout: Layout) -> list[Check]:
 def _client(config: Config, endpoints: str) -> Etcd:
     files = [Path(f) for f in (config.cacert, config.cert, config.key) if f]
     if len(files) not in (0, 3):
-        raise ConfigError("cacert, cert, key: needs all three or none")
+        raise ConfigError(
+            "cacert, cert, key: needs all three or none (no agent tells its key: pass --key)"
+        )
     scheme = "https" if files else "http"
     parts = (part.strip() for part in endpoints.split(","))
     urls = [e if "://" in e else f"{scheme}://{e}" for e in parts if e]
@@ -281,29 +275,8 @@ def check_etcd(endpoint: str, version: str, read_s: float, trial: bool) -> Check
 def check_members(hosts: Mapping[str, str], layout: Layout) -> Check:
     """Are there hosts enough for every shard and the owner to lie apart? Pure."""
     have, need = len(set(hosts.values())), layout.shards + 1
-    found = f"{len(hosts)} agents on {have} hosts; {layout} needs {need} hosts"
+    found = f"{plural(len(hosts), 'agent')} on {plural(have, 'host')}; {layout} needs {need} hosts"
     if have >= need:
         return Check("members", OK, found)
-    do = f"start agents on {need - have} more hosts, or choose a smaller layout"
+    do = f"start agents on {plural(need - have, 'more host')}, or choose a smaller layout"
     return Check("members", WARN, found, do)
-
-
-def _agent(agent: str) -> Check:
-    paths = (agent,) if agent else default_socket_paths(os.environ)
-    try:
-        with AgentLink(paths) as link:
-            reply = link.call(w.StatusQuery(), 30.0)
-    except CheckpointError as e:
-        do = "start `p2pckpt agent`, or set P2PCKPT_AGENT where trainers and commands run"
-        return Check("agent", WARN, str(e), do)
-    assert isinstance(reply, w.StatusReply)
-    facts = json.loads(reply.document)
-    if facts["cut_off"]:
-        found = f"{facts['node']} runs, but is cut off from etcd"
-        return Check("agent", FAIL, found, "see etcd above; the agent tries again by itself")
-    looked = ", ".join(paths)
-    return Check("agent", OK, f"{facts['node']} answers (looked at {looked})")
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.0f} MiB"

@@ -12,7 +12,6 @@ some agents are away: what they hold goes when they return.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
 
@@ -20,27 +19,25 @@ import click
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.backends.agent_link import AgentLink
-from p2pckpt.backends.trainers import default_socket_paths
 from p2pckpt.cli.output import (
     EXIT_DEGRADED,
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_NOTHING,
     agent_option,
+    amount,
+    connect,
     finish,
     job_key,
     json_option,
+    plural,
+    table,
+    waiting,
 )
 from p2pckpt.errors import UsageError
 
 ASK_TIMEOUT_S = 60.0
 CLEAN_TIMEOUT_S = 300.0
-
-
-def _ask(agent: str | None, question: r.Record, timeout_s: float) -> r.Record:
-    with AgentLink((agent,) if agent else default_socket_paths(os.environ)) as link:
-        return link.call(question, timeout_s)
 
 
 @click.group()
@@ -53,14 +50,13 @@ def job() -> None:
 @json_option
 def job_ls(agent: str | None, json_file: str | None) -> None:
     """List the jobs that the ledger knows, and what this node holds of each."""
-    reply = _ask(agent, w.JobsQuery(), ASK_TIMEOUT_S)
+    with connect(agent) as link:
+        reply = link.call(w.JobsQuery(), ASK_TIMEOUT_S)
     assert isinstance(reply, w.JobsReply)
     jobs: dict[str, dict[str, Any]] = json.loads(reply.document)
     rows: list[tuple[str, ...]] = [("JOB", "GENERATION", "RANKS", "LAYOUT", "LATEST", "HELD HERE")]
     rows += [_row(name, facts) for name, facts in jobs.items()]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(f"{c:{n}}" for c, n in zip(row, widths, strict=True)) for row in rows]
-    text = "\n".join(line.rstrip() for line in lines) if jobs else "no job is known"
+    text = table(rows) if jobs else "no job is known"
     advice = "a job is known from its first start on: `p2pckpt status` says if this agent is alone"
     code = EXIT_DONE if jobs else EXIT_NOTHING
     finish("job ls", json_file, {"jobs": jobs}, text, code, advice)
@@ -70,11 +66,11 @@ def _row(name: str, facts: dict[str, Any]) -> tuple[str, ...]:
     keys = ("generation", "world_size", "layout", "latest")
     told = ("-" if facts[key] is None else str(facts[key]) for key in keys)
     lost = "" if facts["in_ledger"] else " (not in the ledger)"
-    return (name, *told, f"{facts['held_bytes'] / 2**20:.1f} MiB{lost}")
+    return (name, *told, f"{amount(facts['held_bytes'])}{lost}")
 
 
-@click.command()
-@click.option("--job", "name", required=True, help="NAME of your job, or UID.NAME.")
+@click.command(short_help="Remove all of a finished job.")
+@click.option("--job", "name", required=True, metavar="NAME", help="NAME of your job, or UID.NAME.")
 @click.option("--dry-run", is_flag=True, help="Say what would go, and change nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @agent_option
@@ -88,41 +84,45 @@ def clean(name: str, dry_run: bool, yes: bool, agent: str | None, json_file: str
     plan = _clean(agent, key, dry_run=True)
     document = {"dry_run": True, **r.json_value(plan)}
     if plan.problem:
-        nothing = not (plan.records or plan.held)
-        click.echo(f"not cleaned: {plan.problem}", err=True)
-        code, advice = EXIT_FAILED, "when that is so no more, clean again"
-        if nothing:
-            code, advice = EXIT_NOTHING, "`p2pckpt job ls` lists the jobs"
+        code, following = EXIT_FAILED, "when that is so no more, clean again"
+        if not (plan.records or plan.held):
+            code, following = EXIT_NOTHING, "`p2pckpt job ls` lists the jobs"
+        advice = f"not cleaned: {plan.problem}\n{following}"
         finish("clean", json_file, document, "", code, advice)
     if dry_run:
         finish("clean", json_file, document, f"would remove {_what(plan)}")
     if not yes:
         if not sys.stdin.isatty():
-            raise UsageError("clean: nobody can be asked here; pass --yes, or --dry-run to look")
-        click.confirm(f"Remove {_what(plan)}?", abort=True, err=True)
+            raise UsageError("nobody can be asked here; pass --yes, or --dry-run to look")
+        if not click.confirm(f"Remove {_what(plan)}?", err=True):
+            advice = "not cleaned: the answer was no\nnothing was changed"
+            finish("clean", json_file, document, "", EXIT_FAILED, advice)
     done = _clean(agent, key, dry_run=False)
     document = {"dry_run": False, **r.json_value(done)}
     if done.problem:
-        click.echo(f"not cleaned: {done.problem}", err=True)
-        advice = "when that is so no more, clean again"
+        advice = f"not cleaned: {done.problem}\nwhen that is so no more, clean again"
         finish("clean", json_file, document, "", EXIT_FAILED, advice)
     late = sorted({*done.left, *done.away})
     code = EXIT_DEGRADED if late else EXIT_DONE
-    advice = f"agents of {', '.join(late)} free what they hold when they return; start them"
+    advice = f"agents of {', '.join(late)} still hold bytes, or are away\n"
+    advice += "start them: they free what they hold when they return"
     finish("clean", json_file, document, f"removed {_what(done)}", code, advice)
 
 
 def _clean(agent: str | None, key: str, dry_run: bool) -> w.CleanReply:
-    reply = _ask(agent, w.CleanCall(key, dry_run), CLEAN_TIMEOUT_S)
+    what = "looking what there is" if dry_run else "waiting until all agents have freed theirs"
+    with connect(agent) as link, waiting(what):
+        reply = link.call(w.CleanCall(key, dry_run), CLEAN_TIMEOUT_S)
     assert isinstance(reply, w.CleanReply)
     return reply
 
 
 def _what(plan: w.CleanReply) -> str:
     """In a sentence for people."""
-    held = ", ".join(f"{node} {count / 2**20:.1f} MiB" for node, count in plan.held.items())
+    held = ", ".join(f"{node} {amount(count)}" for node, count in plan.held.items())
     steps = " ".join(map(str, plan.steps)) or "none"
-    text = f"job {plan.job}: steps {steps}; RAM {held or 'none'}; {plan.records} ledger records"
+    text = f"job {plan.job}: steps {steps}; RAM {held or 'none'}; "
+    text += plural(plan.records, "ledger record")
     if len(plan.ledger_ids) > 1:
         text += f" (of {len(plan.ledger_ids)} ledgers: etcd was wiped or rebuilt in between)"
     if plan.away:

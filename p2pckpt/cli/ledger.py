@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
-from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.backends.agent_link import AgentLink
-from p2pckpt.backends.trainers import default_socket_paths
-from p2pckpt.cli.output import EXIT_DONE, EXIT_FAILED, finish, json_option
+from p2pckpt.cli.output import (
+    EXIT_DEGRADED,
+    EXIT_DONE,
+    EXIT_FAILED,
+    agent_option,
+    connect,
+    finish,
+    job_key,
+    json_option,
+    waiting,
+)
 
 REBUILD_TIMEOUT_S = 120.0
 
@@ -21,22 +26,19 @@ def ledger() -> None:
 
 
 @ledger.command()
-@click.option("--job", required=True, help="Name of the job, as given to Checkpointer.")
-@click.option("--uid", default=None, type=int, help="Owner of the job; default: yours.")
+@click.option("--job", required=True, metavar="NAME", help="NAME of your job, or UID.NAME.")
 @click.option("--dry-run", is_flag=True, help="Say what would be rebuilt, and change nothing.")
-@click.option("--agent", default=None, help="Socket of the agent to ask.")
+@agent_option
 @json_option
-def rebuild(
-    job: str, uid: int | None, dry_run: bool, agent: str | None, json_file: str | None
-) -> None:
+def rebuild(job: str, dry_run: bool, agent: str | None, json_file: str | None) -> None:
     """After etcd was wiped or set back: write the job's records anew from agents' copies.
 
     Start all agents that hold bytes of the job first: an agent that does not answer cannot give
-    its copies. Nothing is deleted but ledger records that the copies replace.
+    its copies. Nothing is deleted but ledger records that the copies replace. Exit codes: 0 done, 1
+    refused, 4 done, but some agents did not answer.
     """
-    key = r.Job(owner_uid=os.getuid() if uid is None else uid, name=job).key
-    paths = (agent,) if agent else default_socket_paths(os.environ)
-    with AgentLink(paths) as link:
+    key = job_key(job)
+    with connect(agent) as link, waiting("asking all agents for their copies"):
         reply = link.call(w.RebuildCall(key, dry_run), REBUILD_TIMEOUT_S)
     assert isinstance(reply, w.RebuildReply)
     silent = sorted(set(reply.asked) - set(reply.answered))
@@ -51,12 +53,14 @@ def rebuild(
         "silent": silent,
     }
     if reply.problem:
-        click.echo(f"not rebuilt: {reply.problem}", err=True)
-        finish("ledger rebuild", json_file, document, "", EXIT_FAILED)
+        advice = f"not rebuilt: {reply.problem}\n`p2pckpt job ls` lists the jobs that etcd knows"
+        finish("ledger rebuild", json_file, document, "", EXIT_FAILED, advice)
     verb = "would have" if dry_run else "has"
-    text = (
-        f"job {key} {verb} steps {list(reply.steps)} from the copies of {', '.join(reply.answered)}"
-    )
+    steps = ", ".join(map(str, reply.steps)) or "none"
+    text = f"job {key} {verb} steps {steps}; copies are from {', '.join(reply.answered)}"
+    code, advice = EXIT_DONE, ""
     if silent:
-        text += f"\nagents that did not answer: {', '.join(silent)}"
-    finish("ledger rebuild", json_file, document, text, EXIT_DONE)
+        advice = f"agents that did not answer: {', '.join(silent)}\n"
+        advice += "start them and rebuild again, if what you miss may be theirs"
+        code = EXIT_DEGRADED
+    finish("ledger rebuild", json_file, document, text, code, advice)

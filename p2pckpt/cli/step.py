@@ -12,7 +12,6 @@ command with EXIT_NOTHING.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,23 +21,41 @@ import click
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.backends.agent_link import AgentLink
-from p2pckpt.backends.trainers import default_socket_paths
-from p2pckpt.cli.output import EXIT_NOTHING, agent_option, finish, job_key, json_option
+from p2pckpt.cli.output import (
+    EXIT_NOTHING,
+    agent_option,
+    finish,
+    job_key,
+    job_option,
+    json_option,
+    waiting,
+)
 from p2pckpt.coding.table import TREE
 from p2pckpt.errors import FormatError, UsageError
 from p2pckpt.jobstate import JobState
+from p2pckpt.restore.fetch import OBJECT_STORE
 from p2pckpt.restore.locate import Facts, Sources, sources_of
 from p2pckpt.restore.verify import open_manifest
 
 ASK_TIMEOUT_S = 60.0
+SLOW_BYTES_PER_S = 20 * 1024 * 1024
+"""Slower than the agent's own floor, so that it is the agent who says what took too long."""
 FIND_STEPS = "`p2pckpt ls` and `p2pckpt job ls` list what there is"
 
 
 def step_options(command: Any) -> Any:
     """STEP, --job, --agent and --json."""
-    text = "NAME of your job, or UID.NAME; not needed where there is only one."
-    command = click.option("--job", default=None, help=text)(json_option(agent_option(command)))
-    return click.argument("step", metavar="STEP")(command)
+    command = job_option(agent_option(json_option(command)))
+    return click.argument("step", metavar="STEP", callback=lambda *got: step_number(got[-1]))(
+        command
+    )
+
+
+def step_number(step: str) -> str:
+    """The same, found out before anybody is asked. Raises UsageError."""
+    if step != "latest" and not (step.isdecimal() and step.isascii()):
+        raise UsageError(f"STEP {step!r}: needs a number, or 'latest'")
+    return step
 
 
 # -- the step --------------------------------------------------------------------------------------
@@ -51,6 +68,17 @@ class Step:
     told: w.StepReply
     manifests: Mapping[str, r.Manifest | None]
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the step survives now and in which tiers its records say that it lies."""
+        found: dict[str, Any] = json.loads(self.told.redundancy)
+        return found
+
+    @property
+    def tiers(self) -> list[str]:
+        """ "ram", "s3" or both."""
+        return list(self.facts.get("tiers", ("ram",)))
+
     def shares(self) -> Iterator[r.SealedShare]:
         """In order of the groups."""
         return (share for group in self.told.groups for share in group.shares)
@@ -62,28 +90,30 @@ class Step:
         return sources_of(share, self.told.commit.attempt, facts)
 
 
-def connect(agent: str | None) -> AgentLink:
-    """The local agent. Raises AgentUnreachable."""
-    return AgentLink((agent,) if agent else default_socket_paths(os.environ))
+def ask_records(
+    link: AgentLink, command: str, step: str, job: str | None, json_file: Any
+) -> w.StepReply:
+    """Ask for a step's records; ends the command with EXIT_NOTHING if there is no such step."""
+    query = w.StepQuery(job_key(job), None if step == "latest" else int(step))
+    with waiting("asking for the step's records"):
+        told = link.call(query, ASK_TIMEOUT_S)
+    if isinstance(told, w.RefusedReply):
+        finish(command, json_file, {}, "", EXIT_NOTHING, f"{told.reason}\n{FIND_STEPS}")
+    assert isinstance(told, w.StepReply)
+    return told
 
 
 def ask_step(link: AgentLink, command: str, step: str, job: str | None, json_file: Any) -> Step:
-    """Ask for a step; ends the command with EXIT_NOTHING if there is none."""
-    if step != "latest" and not step.isdecimal():
-        raise UsageError(f"STEP {step!r}: needs a number, or 'latest'")
-    query = w.StepQuery(job_key(job), None if step == "latest" else int(step))
-    told = link.call(query, ASK_TIMEOUT_S)
-    if isinstance(told, w.RefusedReply):
-        click.echo(told.reason, err=True)
-        finish(command, json_file, {"reason": told.reason}, "", EXIT_NOTHING, FIND_STEPS)
-    assert isinstance(told, w.StepReply)
+    """Ask for a step and its manifests; ends the command as `ask_records` does."""
+    told = ask_records(link, command, step, job, json_file)
     manifests: dict[str, r.Manifest | None] = {}
-    for share in (share for group in told.groups for share in group.shares):
-        ask = w.GetManifest(told.commit.attempt, share.node, share.manifest_digest)
-        reply = link.call(ask, ASK_TIMEOUT_S)
-        manifests[share.node] = None
-        if isinstance(reply, w.ManifestReply):
-            manifests[share.node] = open_manifest(reply.packed, share.manifest_digest)
+    with waiting("asking for the step's manifests"):
+        for share in (share for group in told.groups for share in group.shares):
+            ask = w.GetManifest(told.commit.attempt, share.node, share.manifest_digest)
+            reply = link.call(ask, ASK_TIMEOUT_S)
+            manifests[share.node] = None
+            if isinstance(reply, w.ManifestReply):
+                manifests[share.node] = open_manifest(reply.packed, share.manifest_digest)
     return Step(told, manifests)
 
 
@@ -115,6 +145,8 @@ def tensors_of(header: bytes) -> list[dict[str, Any]]:
 class Checked:
     """One file of a share on one node, or one that nobody has (``node`` ""); what was found.
 
+    An object in the object store is a slot of the node OBJECT_STORE.
+
     ``state``: "right", "wrong" (``bad``; all of it if ``why`` says so), "missing", "unreachable".
     """
 
@@ -142,17 +174,22 @@ class Checked:
 
 
 def files_of(step: Step) -> list[Checked]:
-    """Every file that should be there: by who has it now, or as missing."""
+    """Every file that should be there: by who has it now, or as missing.
+
+    A step that lies in the object store only should have no file in RAM.
+    """
     out = []
+    nobody = ("",) if "ram" in step.tiers else ()
+    stored = (OBJECT_STORE,) if "s3" in step.tiers else ()
     for share in step.shares():
         manifest, sources = step.manifests[share.node], step.sources(share)
         for rank in share.ranks:
             length = manifest.of_rank(rank).length if manifest else 0
-            for node in sources.slots.get(rank, ("",)):
+            for node in (*sources.slots.get(rank, nobody), *stored):
                 out.append(Checked(share.node, r.FileKind.SLOT, rank, node, length))
         for index in range(step.told.commit.layout.shards):
             length = manifest.shard_file_bytes(index) if manifest else 0
-            for node in sources.shards.get(index, ("",)):
+            for node in sources.shards.get(index, nobody):
                 out.append(Checked(share.node, r.FileKind.SHARD, index, node, length))
     return out
 
@@ -163,7 +200,8 @@ def lost_ranks(step: Step, files: list[Checked]) -> list[str]:
     for share in step.shares():
         manifest, mine = step.manifests[share.node], [f for f in files if f.share == share.node]
         if manifest is None:
-            out.append(f"ranks {list(share.ranks)} of {share.node}: no right copy of the manifest")
+            ranks = ", ".join(map(str, share.ranks))
+            out.append(f"ranks {ranks} of {share.node}: no right copy of the manifest")
             continue
         k = manifest.layout.k
         for entry in manifest.ranks:
@@ -174,6 +212,6 @@ def lost_ranks(step: Step, files: list[Checked]) -> list[str]:
                 or any(f.has(entry.rank, i) for f in mine if i < k or f.kind is r.FileKind.SHARD)
             ]
             if len(whole) < k:
-                have = f"pieces {whole} are right, {k} of {manifest.layout.shards} are needed"
+                have = f"{len(whole)} of {manifest.layout.shards} pieces are right, it needs {k}"
                 out.append(f"rank {entry.rank} of {share.node}: {have}")
     return out

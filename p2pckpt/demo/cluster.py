@@ -7,7 +7,7 @@ a rank's pidfd for the launcher, the agent's exit for whoever replaces nodes.
 
 Contract: nothing here survives `close`: processes are known by handle and group, and the group is
 signalled only while its leader is not reaped, so its number cannot be another's. Children die with
-this process too (PR_SET_PDEATHSIG is per thread: use one thread). Every wait has a bound.
+the thread that started them, so use one thread. Every wait has a bound.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ import p2pckpt
 from p2pckpt import wire as w
 from p2pckpt.backends.agent_link import AgentLink
 from p2pckpt.backends.etcd_server import EtcdOptions, EtcdServers
+from p2pckpt.backends.lifeline import tied
 from p2pckpt.backends.seaweed import Seaweed
 from p2pckpt.errors import AgentUnreachable, CheckpointError
 
@@ -43,12 +45,9 @@ STATUS_S = 15.0
 LEASE_S, KEEPALIVE_S, GRACE_S, DECIDE_WAIT_S = 3.0, 0.7, 1.0, 5.0
 """Short deadlines: the whole demo is one machine, and nobody comes back from the dead."""
 
-_DIE_WITH_PARENT = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
+BUDGET_BYTES = 512 << 20
+"""RAM of a node: two versions of all that the demo lets it hold, many times over."""
+THROW_AWAY = EtcdOptions(durable=False)
 
 
 @dataclass(eq=False)
@@ -146,19 +145,23 @@ class Launch:
 
 
 class Machine:
-    """All processes and directories of one demo; a context manager."""
+    """All processes and directories of one demo; a context manager.
 
-    def __init__(self, run: Path, racks: int) -> None:
+    ``run`` is the caller's, for logs and sockets. ``ram``: a directory of ours in `memory`, where
+    every node has its own. All processes of nodes have DEMO_RUN=`run` in their environment.
+    """
+
+    def __init__(self, run: Path, racks: int, memory: Path = Path("/dev/shm")) -> None:
         self.run = run
+        self.ram = Path(tempfile.mkdtemp(prefix=f"p2pckpt-demo-{os.getpid()}-", dir=memory))
         self.racks = racks
         self.nodes: list[Node] = []
         self.seats: list[Node] = []
         """The node of each group of ranks; a dead one's place is taken by `seat`."""
         self.launches: list[Launch] = []
-        self._ram = Path(f"/dev/shm/p2pckpt-demo-{os.getpid()}")
+        self.etcd: EtcdServers | None = None
+        self.store: Seaweed | None = None
         self._named = 0
-        self._etcd: EtcdServers | None = None
-        self._store: Seaweed | None = None
 
     def __enter__(self) -> Machine:
         return self
@@ -168,23 +171,29 @@ class Machine:
 
     # -- nodes ------------------------------------------------------------------------------------
 
-    def start_services(self, object_store: bool = False) -> None:
-        """The embedded etcd and, if asked for, an object store; the settings that name them."""
-        self._etcd = EtcdServers.start(self.run / "etcd", 1, EtcdOptions(durable=False))
+    def start_services(
+        self,
+        object_store: bool = False,
+        budget_bytes: int = BUDGET_BYTES,
+        options: EtcdOptions = THROW_AWAY,
+        members: int = 1,
+    ) -> None:
+        """The embedded etcd and, if asked for, an object store; what agents need to know."""
+        self.etcd = EtcdServers.start(self.run / "etcd", members, options)
         settings: dict[str, Any] = {
-            "endpoints": self._etcd.endpoints[0],
+            "endpoints": ",".join(self.etcd.endpoints),
             "trial": True,
-            "ram_budget_bytes": 512 << 20,
+            "ram_budget_bytes": budget_bytes,
             "lease_s": LEASE_S,
             "keepalive_s": KEEPALIVE_S,
             "lost_grace_s": GRACE_S,
             "decide_wait_s": DECIDE_WAIT_S,
         }
         if object_store:
-            self._store = Seaweed.start(self.run / "s3")
+            self.store = Seaweed.start(self.run / "s3")
             settings |= {
-                "s3_url": f"s3://{self._store.bucket}/demo",
-                "s3_endpoint": self._store.endpoint,
+                "s3_url": f"s3://{self.store.bucket}/demo",
+                "s3_endpoint": self.store.endpoint,
                 "offload_every": 1,
             }
         lines = [f"{key} = {json.dumps(value)}\n" for key, value in settings.items()]
@@ -194,16 +203,26 @@ class Machine:
         """A new node under a new name, in `rack` or the next rack in turn. Does not wait."""
         number, self._named = self._named, self._named + 1
         name, rack = f"n{number}", rack or f"r{number % self.racks}"
-        socket, directory = self.run / f"{name}.sock", self._ram / name
-        log = self.run / f"{name}.log"
-        self._ram.mkdir(mode=0o700, exist_ok=True)
-        command = ["-m", "p2pckpt.cli.main", "agent", "--config", str(self.run / "agent.toml")]
-        command += ["--node", name, "--host-id", f"host-{name}", "--domains", f"rack={rack}"]
-        command += ["--directory", str(directory), "--socket", str(socket)]
-        credentials = self._store.environment if self._store else {}
-        node = Node(name, rack, socket, directory, log, _spawn(command, log, credentials, 0))
+        place = (self.run / f"{name}.sock", self.ram / name, self.run / f"{name}.log")
+        node = Node(name, rack, *place, self._start_agent(name, rack))
         self.nodes.append(node)
         return node
+
+    def revive(self, node: Node) -> None:
+        """A new agent, in place of one that has ended, on what the node has in memory.
+
+        It leads a process group of its own; ranks that outlived the old agent stay in theirs.
+        """
+        former = len(list(self.run.glob(f"{node.name}.*.log")))
+        node.log.rename(self.run / f"{node.name}.{former}.log")
+        node.agent, node.ready_at = self._start_agent(node.name, node.rack), None
+
+    def _start_agent(self, name: str, rack: str) -> subprocess.Popen[bytes]:
+        command = ["-m", "p2pckpt.cli.main", "agent", "--config", str(self.run / "agent.toml")]
+        command += ["--node", name, "--host-id", f"host-{name}", "--domains", f"rack={rack}"]
+        command += ["--directory", str(self.ram / name), "--socket", str(self.run / f"{name}.sock")]
+        more = {"DEMO_RUN": str(self.run)} | (self.store.environment if self.store else {})
+        return _spawn(command, self.run / f"{name}.log", more, 0)
 
     def look(self) -> list[Node]:
         """Take note of agents that became ready; those that did so now."""
@@ -215,6 +234,14 @@ class Machine:
                     node.ready_at = time.monotonic()
                     fresh.append(node)
         return fresh
+
+    def settled(self) -> bool:
+        """Are all agents ready, and does each know exactly these as members?"""
+        self.look()
+        names = sorted(node.name for node in self.nodes)
+        with contextlib.suppress(AgentUnreachable):
+            return all(n.ready_at and n.status()["members"] == names for n in self.nodes)
+        return False
 
     def take_dead(self) -> list[Node]:
         """Nodes whose agent has ended; they are forgotten here, whatever is left of them ended."""
@@ -271,7 +298,7 @@ class Machine:
             command = ["-m", "p2pckpt.demo.train", *arguments]
             command += ["--launch", str(launch.number), "--rendezvous", str(meeting)]
             command += ["--journal", str(place / f"rank{rank}.jsonl")]
-            environment = {"RANK": str(rank), "WORLD_SIZE": str(world)}
+            environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "DEMO_RUN": str(self.run)}
             if store:
                 environment["P2PCKPT_AGENT"] = str(node.socket)
             group = node.agent.pid if store else 0
@@ -286,14 +313,14 @@ class Machine:
             launch.stop()
         nodes, self.nodes = self.nodes, []
         self.destroy(nodes)
-        shutil.rmtree(self._ram, ignore_errors=True)
+        shutil.rmtree(self.ram, ignore_errors=True)
 
     def close(self) -> None:
         """End everything that was started here."""
         try:
             self.close_nodes()
         finally:
-            for service in (self._store, self._etcd):
+            for service in (self.store, self.etcd):
                 if service is not None:
                     service.close()
 
@@ -307,10 +334,9 @@ def _spawn(
     paths = [root, *filter(None, [environment.get("PYTHONPATH", "")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
-    whole = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
     with log.open("ab") as out:
         return subprocess.Popen(
-            [*whole, sys.executable, *command],
+            tied([sys.executable, *command]),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

@@ -19,37 +19,51 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-STAGES = ("detect", "start", "join", "decide", "fetch", "decode", "verify", "load")
+STAGES = {
+    "detect": "from the kill until the launcher saw a dead rank",
+    "launch": "new processes, until Python, torch and rendezvous are up: nothing of p2pckpt",
+    "join": "until all ranks have joined, which waits for the lease of a dead agent",
+    "decide": "which step, by the ledger and by what every living agent holds",
+    "fetch": "a killed rank's manifest and bytes from who has them, and room for them",
+    "decode": "what is missing of them, computed from parity",
+    "verify": "every chunk against its checksum",
+    "load": "into the model and the optimizer",
+}
+"""In order; "decide" to "load" are the longest of any killed rank."""
+TIERS = ("local", "peers", "s3")
+"""Where bytes come from, nearest first."""
 
 
 @dataclass
 class Kill:
     """One blow and the way back. ``bytes_from``: of the killed ranks' bytes, by node.
 
-    ``source``: "local" if the node that made the snapshot still had it, "peers" if shards were
-    needed, "mixed" if both. ``repaired``: ranks whose bytes the repair had brought to their new
-    node from peers' shards before they restarted. ``start_s``: until all processes were up again
-    (Python, torch, rendezvous); ``join_s``: from there until all had joined, which waits for the
-    lease of a dead agent. ``decide_s`` to ``load_s``: the longest of any killed rank. ``back_s``:
-    from the blow to the end of the first step after it.
+    ``source``: the farthest tier that the killed ranks' bytes had to come from: "local" if the
+    nodes that made the snapshots still had them, else "peers"; "s3" if peers had too little.
+    ``sources``: of each killed rank; "mixed" if peers gave a part and the object store the rest.
+    ``repaired``: ranks whose bytes the repair had brought to their new node from peers' shards
+    before they restarted. Stages: see STAGES. ``restore_s``: "decide" to "load" together.
+    ``back_s``: from the kill to the end of the first step after it.
     """
 
     what: str
     nodes: list[str]
     ranks: list[int]
     source: str | None = None
+    sources: dict[int, str] = field(default_factory=dict)
     bytes_from: dict[str, int] = field(default_factory=dict)
     restored_step: int | None = None
     steps_lost: int | None = None
     repaired: list[int] = field(default_factory=list)
     detect_s: float | None = None
-    start_s: float | None = None
+    launch_s: float | None = None
     join_s: float | None = None
     decide_s: float | None = None
     fetch_s: float | None = None
     decode_s: float | None = None
     verify_s: float | None = None
     load_s: float | None = None
+    restore_s: float | None = None
     back_s: float | None = None
     replaced_by: list[str] = field(default_factory=list)
 
@@ -61,23 +75,24 @@ class Kill:
         """
         mine = [e for e in restored if e["rank"] in self.ranks] or restored
         made = {(e["rank"], e["step"]): e["node"] for e in saves}
-        sources = set()
         for e in mine:
             moved = e["source"] == "local" and made.get((e["rank"], e["step"])) != e["node"]
-            sources.add("peers" if moved else e["source"])
+            self.sources[e["rank"]] = "peers" if moved else e["source"]
             if moved:
                 self.repaired.append(e["rank"])
             for node, size in (e["bytes_from"] or {e["node"]: e["snapshot_bytes"]}).items():
                 self.bytes_from[node] = self.bytes_from.get(node, 0) + size
-        self.source = sources.pop() if len(sources) == 1 else "mixed"
+        tiers = {"s3" if source == "mixed" else source for source in self.sources.values()}
+        self.source = max(tiers, key=TIERS.index)
         self.restored_step = restored[0]["step"]
 
         def longest(*names: str) -> float:
             return max(sum(float(e["seconds"].get(name, 0.0)) for name in names) for e in mine)
 
-        self.decide_s, self.fetch_s = longest("decide"), longest("fetch")
+        self.decide_s, self.fetch_s = longest("decide"), longest("manifest", "room", "fetch")
         self.decode_s, self.verify_s = longest("decode"), longest("verify", "check")
         self.load_s = longest("load")
+        self.restore_s = max(sum(e["seconds"].values()) for e in mine)
 
     @property
     def whom(self) -> str:
@@ -90,6 +105,14 @@ class Kill:
         """For people: the seconds of every stage."""
         parts = [(name, getattr(self, f"{name}_s")) for name in STAGES]
         return "  ".join(f"{name} {seconds(value)}" for name, value in parts)
+
+    @property
+    def split(self) -> str:
+        """For people: how much of the way back is p2pckpt's."""
+        return (
+            f"of {seconds(self.back_s)}, starting Python and torch took {seconds(self.launch_s)}, "
+            f"the restore {seconds(self.restore_s)}"
+        )
 
 
 @dataclass
@@ -123,17 +146,20 @@ class Summary:
         return bool(self.kills) and back and same and not self.why
 
     def document(self) -> dict[str, Any]:
-        """For machines."""
-        return asdict(self)
+        """For machines; with what each stage is."""
+        return {**asdict(self), "stages": STAGES}
 
     def print(self, console: Console) -> None:
         """For people: the table and the verdict."""
         table = Table(title="What was killed, and how it came back", title_justify="left")
         for name in ("killed", "bytes came from", "steps lost", "back to training after"):
             table.add_column(name, overflow="fold")
+        for name in ("of it: starting Python and torch", "of it: the restore"):
+            table.add_column(name, overflow="fold")
         for kill in self.kills:
             lost = "-" if kill.steps_lost is None else str(kill.steps_lost)
-            table.add_row(kill.whom, origin(kill), lost, seconds(kill.back_s))
+            times = map(seconds, (kill.back_s, kill.launch_s, kill.restore_s))
+            table.add_row(kill.whom, origin(kill), lost, *times)
         console.print(table)
         size = self.snapshot_bytes
         lines = [
@@ -164,6 +190,8 @@ def origin(kill: Kill) -> str:
     if kill.source is None:
         return "nowhere"
     parts = [f"{node} {size / 2**20:.1f} MiB" for node, size in sorted(kill.bytes_from.items())]
+    if len(set(kill.sources.values())) > 1:
+        parts += [f"rank {rank}: {source}" for rank, source in sorted(kill.sources.items())]
     how = f" (repair had brought ranks {kill.repaired} there)" if kill.repaired else ""
     return f"{kill.source}: {', '.join(parts)}{how}"
 
@@ -178,6 +206,7 @@ class Timeline:
 
     def __init__(self, console: Console, now: Callable[[], float], steps: int) -> None:
         self._now, self._begun, self._steps = now, now(), steps
+        self._legend = STAGES
         self._bar = Progress(
             TextColumn("{task.description:>12}"),
             BarColumn(40),
@@ -209,6 +238,18 @@ class Timeline:
         """One line of the timeline."""
         line = f"{self.seconds:7.1f} s  {text}"
         self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def recovered(self, kill: Kill) -> None:
+        """Training goes on after a kill: from where, what took how long, and once what that is."""
+        self.say(
+            f"back at step {kill.restored_step} after {seconds(kill.back_s)}, "
+            f"steps lost: {kill.steps_lost}; bytes from {origin(kill)}"
+        )
+        self.say(f"    {kill.stages}")
+        self.say(f"    {kill.split}")
+        legend, self._legend = self._legend, {}
+        for stage, what in legend.items():
+            self.say(f"        {stage}: {what}")
 
     def step(self, step: int, note: str, what: str = "training") -> None:
         """Training is at `step`; `note` says what is waited for."""

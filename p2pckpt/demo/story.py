@@ -29,7 +29,7 @@ from rich.console import Console
 
 from p2pckpt.demo.cluster import KEEPALIVE_S, Launch, Machine, Node
 from p2pckpt.demo.journal import Journal, losses_identical, wrong_digests
-from p2pckpt.demo.report import Kill, Summary, Timeline, origin
+from p2pckpt.demo.report import Kill, Summary, Timeline
 from p2pckpt.errors import MissingDependency, UsageError
 from p2pckpt.records import Layout
 from topology.survive import Share, survives, why_not
@@ -263,14 +263,10 @@ class Story:
         kill.steps_lost = newest - restored[0]["step"]
         kill.back_s = steps[0]["time"] - struck_at
         up = max(e["time"] for e in self.journal.of("up", launch.number))
-        kill.start_s = up - launch.began_at
+        kill.launch_s = up - launch.began_at
         kill.join_s = max(e["time"] for e in self.journal.of("joined", launch.number)) - up
         self.struck = None
-        self.timeline.say(
-            f"back at step {kill.restored_step} after {kill.back_s:.1f} s, "
-            f"steps lost: {kill.steps_lost}; bytes from {origin(kill)}"
-        )
-        self.timeline.say(f"    {kill.stages}")
+        self.timeline.recovered(kill)
 
     # -- the strikes: they tell nobody -------------------------------------------------------------
 

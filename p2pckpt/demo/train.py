@@ -196,7 +196,11 @@ class Saving:
         self._job, self._journal = job, journal
         self._open: list[SaveHandle] = []
         self._hook = Checkpointer(
-            "demo", layout=options.layout, every=options.every, join_timeout_s=WAIT_S
+            "demo",
+            layout=options.layout,
+            every=options.every,
+            preemption=options.preemption,
+            join_timeout_s=WAIT_S,
         )
 
     def restore(self) -> int:
@@ -229,6 +233,10 @@ class Saving:
             self._open.remove(handle)
             self._journal("outcome", step=handle.step, status=handle.status, reason=handle.reason)
 
+    def over(self, step: int) -> bool:
+        """Is this the agreed last step?"""
+        return self._hook.should_stop(step)
+
     def close(self) -> None:
         """Wait for the last saves, then leave."""
         for handle in self._open:
@@ -241,12 +249,17 @@ class Saving:
 
 
 def main() -> None:
-    """Train until `--last`, or until the file `--finish` is there."""
+    """Train until `--last`, or until the file `--finish` is there.
+
+    ``--pace-s``: a pause before each step. ``--preemption``: SIGTERM ends it in good order.
+    """
     parser = argparse.ArgumentParser()
     for name in ("journal", "rendezvous", "finish", "layout"):
         parser.add_argument(f"--{name}", default="")
     for name in ("launch", "seed", "every", "last"):
         parser.add_argument(f"--{name}", type=int, default=0)
+    parser.add_argument("--pace-s", type=float, default=0.0)
+    parser.add_argument("--preemption", action="store_true")
     options = parser.parse_args()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -271,11 +284,14 @@ def main() -> None:
             journal("failed", error=type(e).__name__, reason=str(e))
             sys.exit(1)
     while not _over(step, options):
+        time.sleep(options.pace_s)
         loss = job.step()
         step += 1
         journal("step", step=step, loss=loss.hex())
         if saving is not None:
             saving.after(step)
+            if saving.over(step):
+                break
     if saving is not None:
         saving.close()
     dist.destroy_process_group()

@@ -45,7 +45,6 @@ class Origin:
     attempt: r.Attempt
     node: str
     store_id: str
-    session: str
     layout: r.Layout
 
 
@@ -60,7 +59,7 @@ async def save_share(
     """Encode, send and seal. ``stage(bytes)`` gives a staging region. Raises CheckpointError."""
     share = await encode(sorted(slots, key=lambda s: s.rank), origin, stage, doors, config)
     doors.notes("encoded", {"attempt": origin.attempt.key, "bytes": share.snapshot_bytes})
-    sent = await send_share(share, crew, origin.session, doors, config)
+    sent = await send_share(share, crew, doors, config)
     facts = {"attempt": origin.attempt.key, "placed": sent.placement.reason}
     doors.notes("sent", {**facts, "holders": list(sent.holders)})
     sent.check(origin.node, origin.layout, spare_of(origin.layout, config.min_spare))

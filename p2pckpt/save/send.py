@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
@@ -41,11 +42,15 @@ class EncodedShare:
 
 @dataclass(frozen=True)
 class Crew:
-    """Who may hold shards: the cluster of living nodes, their member records, the rules."""
+    """Who may hold shards: the cluster of living nodes, their member records, the rules.
+
+    ``leaving``: nodes that are being drained; they are in the cluster, and get no shard.
+    """
 
     cluster: Cluster
     members: Mapping[str, r.Member]
     rules: Rules
+    leaving: frozenset[str] = frozenset()
 
 
 def crew_of(
@@ -56,16 +61,30 @@ def crew_of(
 ) -> Crew:
     """The cluster of living members, and the rules of a layout."""
     everybody = {**members, own.node: own}
-    nodes = tuple(
-        Node(m.node, m.host, tuple(sorted(m.domains.items()))) for m in everybody.values()
-    )
+    nodes = tuple(_node(everybody[name]) for name in sorted(everybody))
     labelled = {level for m in everybody.values() for level in m.domains}
     levels = LEVELS + tuple(sorted(labelled - set(LEVELS)))
+    leaving = frozenset(m.node for m in everybody.values() if m.draining)
     try:
         rules = Rules(layout.k, layout.m, tuple(Level(name, must) for name, must in spread))
-        return Crew(Cluster(nodes, levels), everybody, rules)
+        return Crew(_cluster(nodes, levels), everybody, rules, leaving)
     except TopologyError as e:
         raise UsageError(f"placement: {e}") from e
+
+
+def _node(member: r.Member) -> Node:
+    return _node_of(member.node, member.host, tuple(sorted(member.domains.items())))
+
+
+@lru_cache(maxsize=4096)
+def _node_of(name: str, host: str, domains: tuple[tuple[str, str], ...]) -> Node:
+    return Node(name, host, domains)
+
+
+@lru_cache(maxsize=4)
+def _cluster(nodes: tuple[Node, ...], levels: tuple[str, ...]) -> Cluster:
+    """One cluster for many saves: what placing works out of it is kept with it."""
+    return Cluster(nodes, levels)
 
 
 @dataclass(frozen=True)
@@ -89,12 +108,10 @@ class SentShare:
             )
 
 
-async def send_share(
-    share: EncodedShare, crew: Crew, session: str, doors: Doors, config: Config
-) -> SentShare:
+async def send_share(share: EncodedShare, crew: Crew, doors: Doors, config: Config) -> SentShare:
     """Send every shard. Raises Refused for a placement that a required level forbids."""
     try:
-        placement = place(crew.cluster, share.manifest.owner, crew.rules)
+        placement = place(crew.cluster, share.manifest.owner, crew.rules, crew.leaving)
     except TopologyError as e:
         raise Refused(f"placement of {share.manifest.owner}: {e}") from e
     used = set(placement.nodes)
@@ -107,7 +124,7 @@ async def send_share(
             if node is None:
                 break
             try:
-                return await send_shard(share, index, crew.members[node], session, doors, config)
+                return await send_shard(share, index, crew.members[node], doors, config)
             except CheckpointError as e:
                 failed.add(node)
                 failures.append(e)
@@ -124,6 +141,7 @@ async def send_share(
 
 def substitute(crew: Crew, owner: str, used: set[str], failed: set[str]) -> str | None:
     """The next node for a shard whose holder failed: best under the rules, not in use."""
+    failed = failed | crew.leaving
     try:
         again = place(crew.cluster, owner, crew.rules, frozenset(failed))
     except TopologyError:
@@ -137,7 +155,7 @@ def substitute(crew: Crew, owner: str, used: set[str], failed: set[str]) -> str 
 
 
 async def send_shard(
-    share: EncodedShare, index: int, holder: r.Member, session: str, doors: Doors, config: Config
+    share: EncodedShare, index: int, holder: r.Member, doors: Doors, config: Config
 ) -> str:
     """Put one shard and the manifest on a holder; its store_id once it has sent the receipt.
 
@@ -149,7 +167,6 @@ async def send_shard(
     offer = w.PutOffer(
         attempt=share.manifest.attempt,
         owner=share.manifest.owner,
-        owner_session=session,
         index=index,
         lengths=tuple(region.length for region in regions),
         manifest_bytes=share.manifest_region.length,

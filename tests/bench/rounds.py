@@ -37,8 +37,9 @@ def figures() -> dict[str, Figure]:
         Figure(
             "restore_node",
             "restored after the loss of a node",
-            f"{_CLEAR}, raw socket one way, a copy that checks its chunks",
+            "raw socket one way, a copy that checks its chunks",
         ),
+        Figure("ready_node", "before that: its agent made room, from its start on", _CLEAR),
         Figure(
             "memory_peak",
             "most extra memory during a save",
@@ -117,6 +118,13 @@ class Round:
             raise BenchError(f"restored from {given}, the round needs {sources}")
         return (max(f["ended"] for f in found) - min(f["begun"] for f in found)) / copy
 
+    def ready(self, index: int, machine: Machine) -> tuple[float, float]:
+        """What a node's agent spent on making room before anybody asked, and its limit; in copies
+        of the state."""
+        copy, notes = self.between_copies(lambda: self.cluster.told(index, "made_ready"))
+        share = sum(n["bytes"] for n in notes) * RANKS / sum(self.cluster.ask(Rank.bytes.__name__))
+        return sum(n["seconds"] for n in notes) / copy, share * machine.clear
+
     def measure(self, method: Callable[..., float], *arguments: Any) -> float:
         """What the machine needs for a part, done by all ranks at once, in copies."""
         given = [arguments] * RANKS
@@ -175,8 +183,9 @@ def copies_round(rows: dict[str, Figure], place: Place, seed: int) -> None:
         cluster.kill_ranks()
         cluster.lose(1)
         job.launch(None)
-        limit = machine.clear + machine.one_way + machine.checked_copy
+        limit = machine.one_way + machine.checked_copy
         rows["restore_node"].add(job.restore(["local", "peers"]), limit)
+        rows["ready_node"].add(*job.ready(1, machine))
 
 
 def coded_round(rows: dict[str, Figure], place: Place, runs: int) -> None:

@@ -235,3 +235,25 @@ def test_cleaning_under_lost_answers(seed):
         await begins_anew(stage, other)
 
     play(story, seed=seed)
+
+
+def test_a_cleaned_job_holds_up_no_death_of_another():
+    """Nodes that served a job that was cleaned serve another one. A rank of that dies between its
+    slot and its word that it is done: its job hears of it, ends the attempt and begins anew."""
+
+    async def story(stage):
+        launch = await stage.launch(*FOUR)
+        await launch.saved(1)
+        launch.kill()
+        await asyncio.sleep(2)
+        await cleaned(stage)
+        other = await stage.launch("n1", "n2", "n3", job=OTHER)
+        await other.saved(7)
+        await other.ranks[0].call(w.OpenSlot(1, 8, 9000))
+        other.ranks[0].trainer.kill()
+        await until(lambda: stage.events("note.abort"), timeout_s=30.0)
+        other = await asyncio.wait_for(other.again(), 60.0)
+        assert await other.restore() == 7
+        await other.saved(8)
+
+    play(story)

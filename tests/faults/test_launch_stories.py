@@ -119,7 +119,7 @@ def test_a_zombie_rank_of_an_older_generation_is_refused_by_agents_and_holders()
         with pytest.raises(StaleGenerationError, match="generation 2 began"):
             await zombie.call(w.OpenSlot(1, 2, 100))
         old = r.Attempt(stage.state().ledger_id, JOB, 1, 1, 2)
-        offer = w.PutOffer(old, "n3", agent.home.member.session, 0, (10,), 10, "0" * 64)
+        offer = w.PutOffer(old, "n3", 0, (10,), 10, "0" * 64)
         member = stage.agents["n0"].home.member
         reply = await agent.home.doors.peers.call(member.peers_address, offer, 5.0)
         assert isinstance(reply, w.RefusedReply)

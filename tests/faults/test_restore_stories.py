@@ -5,19 +5,15 @@ a share is whole while its own copy or two of its three shards are left.
 """
 
 import asyncio
-from collections import Counter
-from dataclasses import replace
-from random import Random
 
 import pytest
-from stage import JOB, now, play
+from stage import now, play
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.errors import CheckpointError, RestoreFailed, StaleGenerationError
 
 THREE = ("n0", "n1", "n2")
-KEYS = r.JobKeys(JOB)
 
 
 async def two_steps(stage, *names, keep_last=2):
@@ -26,176 +22,6 @@ async def two_steps(stage, *names, keep_last=2):
     await launch.saved(1, 2)
     launch.kill()
     return launch
-
-
-# -- damage ----------------------------------------------------------------------------------------
-
-
-def files_of(stage, kind, parts, step=2):
-    return [
-        (node, held)
-        for node, held in stage.held(kind, step)
-        if kind is r.FileKind.SLOT or held.part in parts
-    ]
-
-
-def flip_file(stage, rng, step, kind, parts=()):
-    node, held = rng.choice(files_of(stage, kind, parts, step))
-    stage.nodes[node].store.flip(held.file, rng.randrange(held.length), rng.randrange(8))
-
-
-def flip_manifest(stage, rng, step):
-    """A bit of a manifest beside some file; the chunk tables are most of it."""
-    node, held = rng.choice(stage.held(step=step))
-    documents, name = stage.nodes[node].store.documents, f"manifest-{held.manifest_digest}"
-    documents[name] = flipped(documents[name], rng)
-
-
-def flip_ledger(stage, rng, key):
-    """A bit of a value in etcd, in place: no revision tells of it. How to undo it."""
-    entries = stage.etcd._entries
-    old = entries[key]
-    entries[key] = replace(old, value=flipped(old.value, rng))
-
-    def undo():
-        if key in entries:
-            entries[key] = old
-
-    return undo
-
-
-def flip_group(stage, rng, step):
-    attempt = next(c for c in stage.state().commits.values() if c.attempt.step == step).attempt
-    return flip_ledger(stage, rng, KEYS.group(attempt, 0))
-
-
-def flip_commit(stage, rng, step):
-    (lineage,) = (name for name, number in stage.state().commits if number == step)
-    return flip_ledger(stage, rng, KEYS.commit(lineage, step))
-
-
-def flipped(packed, rng):
-    wrong = bytearray(packed)
-    wrong[rng.randrange(len(wrong))] ^= 1 << rng.randrange(8)
-    return bytes(wrong)
-
-
-PLACES = {
-    "data shard": lambda stage, rng, step: flip_file(stage, rng, step, r.FileKind.SHARD, (0, 1)),
-    "parity shard": lambda stage, rng, step: flip_file(stage, rng, step, r.FileKind.SHARD, (2,)),
-    "own slot": lambda stage, rng, step: flip_file(stage, rng, step, r.FileKind.SLOT),
-    "manifest": flip_manifest,
-    "group record": flip_group,
-    "commit record": flip_commit,
-}
-
-
-async def restart_agents(stage):
-    """Agents that start anew adopt their files and read what the ledger says now."""
-    for name in list(stage.agents):
-        stage.restart(name)
-    await asyncio.sleep(1)
-
-
-async def told(launch, step=None):
-    """What a restore said: the step, or the error's name. Wrong data fails the story."""
-    try:
-        return await launch.restore(step)
-    except CheckpointError as e:
-        return type(e).__name__
-
-
-@pytest.mark.parametrize("rounds", [8, pytest.param(34, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("place", PLACES)
-def test_a_flipped_bit_is_restored_right_or_refused_by_name(place, rounds, capsys):
-    """One random bit changes in a kind of place, 34 times each, 204 in all (8 in a hurry); in half
-    of the rounds a node is lost as well, and replaced. What comes back is the newest step, or the
-    one before for a reason, or an error that names what is wrong; never wrong data, and never
-    "nothing". (B105)"""
-    counts = Counter()
-
-    async def story(stage):
-        rng, step = Random(f"{place} {stage.seed}"), 2
-        launch = await two_steps(stage)
-        for i in range(rounds):
-            undo = PLACES[place](stage, rng, step)
-            await restart_agents(stage)
-            if i % 2:  # an own copy is lost as well, so that shards are needed
-                stage.crash(rng.choice([rank.node for rank in launch.ranks]))
-                stage.add(f"m{i}")
-                await asyncio.sleep(1)
-            launch = await launch.again(*rng.sample(sorted(stage.agents), 3))
-            found = await told(launch)
-            counts[{step: "right", step - 1: "the step before"}.get(found, found)] += 1
-            if undo is not None:
-                undo()
-                await restart_agents(stage)
-                launch = await launch.again()
-                assert await launch.restore() in (step, step - 1)
-            await launch.saved(step + 1, step + 2)
-            step += 2
-            await asyncio.sleep(5)
-            launch.kill()
-
-    play(story, limit_s=36000.0)
-    with capsys.disabled():
-        print(f"\n  {place}: " + ", ".join(f"{n} x {what}" for what, n in counts.items()))
-    assert sum(counts.values()) == rounds
-    assert set(counts) <= {"right", "the step before", "RestoreFailed"}
-    if place not in ("group record", "commit record"):
-        assert set(counts) == {"right"}, "one bad copy costs nothing while others are left"
-
-
-def swap(stage, rng):
-    """Two shards of one size change places."""
-    (a, one), (b, two) = rng.sample(files_of(stage, r.FileKind.SHARD, (2,)), 2)
-    exchange(stage.nodes[a].store.files[one.file], stage.nodes[b].store.files[two.file])
-
-
-def exchange(first, second):
-    size = min(len(first), len(second))
-    first[:size], second[:size] = bytes(second[:size]), bytes(first[:size])
-
-
-def swap_indices(stage, rng):
-    """The two data shards of one owner change places."""
-    owner = rng.choice(THREE)
-    shards = {h.part: (n, h) for n, h in stage.held(r.FileKind.SHARD, 2) if h.owner == owner}
-    (a, one), (b, two) = shards[0], shards[1]
-    exchange(stage.nodes[a].store.files[one.file], stage.nodes[b].store.files[two.file])
-
-
-def zero(stage, rng):
-    """4 KiB of a data shard become zeros."""
-    node, held = rng.choice(files_of(stage, r.FileKind.SHARD, (0,)))
-    stage.nodes[node].store.files[held.file][:4096] = bytes(4096)
-
-
-def truncate(stage, rng):
-    """A shard loses its last byte, and the record beside it tells the old length."""
-    node, held = rng.choice(files_of(stage, r.FileKind.SHARD, (0, 1, 2)))
-    store = stage.nodes[node].store
-    store.files[held.file] = bytearray(store.files[held.file][: held.length - 1])
-
-
-@pytest.mark.parametrize("damage", [swap, swap_indices, zero, truncate])
-def test_damaged_shards_never_give_wrong_data(damage):
-    """Shards swapped, zeroed, cut, while the owner's copy is lost too; each of four seeds gives
-    step 2 from what is left, or step 1, or an error. (B105)"""
-    counts = Counter()
-
-    async def story(stage):
-        rng = Random(stage.seed)
-        launch = await two_steps(stage)
-        damage(stage, rng)
-        stage.crash(rng.choice(THREE))
-        await restart_agents(stage)
-        launch = await launch.again(*sorted(stage.agents)[:3])
-        counts[await told(launch)] += 1
-
-    for seed in range(4):
-        play(story, seed=seed)
-    assert set(counts) <= {2, 1, "RestoreFailed"}, counts
 
 
 def test_a_step_that_is_bad_beyond_repair_is_quarantined_and_the_older_one_restored():
@@ -463,5 +289,28 @@ def test_a_wiped_ledger_is_not_nothing():
         with pytest.raises(CheckpointError, match="rebuild"):
             await started(new)
         assert [(n, h.file) for n, h in stage.held()] == [(n, h.file) for n, h in held]
+
+    play(story)
+
+
+# -- room that is made before ----------------------------------------------------------------------
+
+
+def test_a_new_node_has_room_before_its_rank_asks():
+    """The node of rank 2 is lost. Its successor makes a slot and its part of the shards at its
+    start; the restore takes the slot, and nothing is made while it waits."""
+
+    async def story(stage):
+        launch = await two_steps(stage, keep_last=1)
+        stage.crash("n2")
+        stage.add("m2")
+        await asyncio.sleep(20)
+        (made,) = stage.events("note.made_ready", "m2")
+        assert made["bytes"] > 0
+        launch = await launch.again("n0", "n1", "m2")
+        before = len(stage.events("ram.reserve", "m2"))
+        assert await launch.restore() == 2
+        later = [facts["file"] for facts in stage.events("ram.reserve", "m2")[before:]]
+        assert not [file for file in later if file.startswith("slot")]
 
     play(story)

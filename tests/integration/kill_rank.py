@@ -24,7 +24,7 @@ from p2pckpt.checkpointer import Launch
 from p2pckpt.demo.train import digest
 
 PIECE = 1 << 20
-"""Elements of one float tensor: 4 MiB."""
+"""Most elements of one float tensor: 4 MiB."""
 
 
 class Rank:
@@ -34,7 +34,10 @@ class Rank:
         self.rank = rank
         self.chance = torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "little"))
         self.state = {
-            "layers": [torch.rand(PIECE, generator=self.chance) for _ in range(max(1, mib // 4))],
+            "layers": [
+                torch.rand(min(PIECE, mib << 18), generator=self.chance)
+                for _ in range(max(1, mib // 4))
+            ],
             "moments": {"m": torch.zeros(1000, dtype=torch.int64), "half": torch.zeros(7).half()},
             "chance": self.chance,
             "step": 0,
@@ -68,7 +71,11 @@ class Rank:
         step = self.hook.restore(self.state, default=0, timeout_s=60.0)
         back = self.hook.restored
         self.hook.restored = None
-        return {"step": step, "sha": digest(self.state), "source": back.source if back else ""}
+        told = {"source": "", "bytes": 0, "bytes_from": {}}
+        if back:
+            told = {"source": back.source, "bytes": back.snapshot_bytes}
+            told["bytes_from"] = back.bytes_from
+        return {"step": step, "sha": digest(self.state), **told}
 
     def prepare(self, step):
         """Train: all values become others."""

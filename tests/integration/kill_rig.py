@@ -21,8 +21,8 @@ import uuid
 from pathlib import Path
 
 import p2pckpt
-from p2pckpt.backends.etcd_server import EtcdOptions, EtcdServers, find_etcd
-from p2pckpt.demo.cluster import DECIDE_WAIT_S, GRACE_S, KEEPALIVE_S, LEASE_S, Machine
+from p2pckpt.backends.etcd_server import EtcdOptions, find_etcd
+from p2pckpt.demo.cluster import GRACE_S, LEASE_S, Machine
 
 PATIENCE_S = 60.0
 LOST_S = LEASE_S + GRACE_S
@@ -41,10 +41,8 @@ ETCD = EtcdOptions(
 class Cluster(Machine):
     """See the file's head. ``run`` needs to be short: sockets lie in it."""
 
-    def __init__(self, run, nodes, budget_mib, etcd=ETCD):
-        super().__init__(run, racks=nodes)
-        self._budget_bytes = budget_mib << 20
-        self._options = etcd
+    def __init__(self, run, nodes, budget_mib, etcd=ETCD, racks=0):
+        super().__init__(run, racks or nodes)
         self._nursery = None
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.settimeout(PATIENCE_S)
@@ -52,7 +50,7 @@ class Cluster(Machine):
             self._listener.bind(str(run / "ranks.sock"))
             self._listener.listen(64)
             self._nursery = self._hatch()
-            self.start_etcd()
+            self.start_services(budget_bytes=budget_mib << 20, options=etcd)
             for _ in range(nodes):
                 self.start_node()
             self.await_ready()
@@ -60,26 +58,9 @@ class Cluster(Machine):
             self.close()
             raise
 
-    def start_etcd(self):
-        self.etcd = self._etcd = EtcdServers.start(self.run / "etcd", 1, self._options)
-        settings = {
-            "endpoints": self.etcd.endpoints[0],
-            "trial": True,
-            "ram_budget_bytes": self._budget_bytes,
-            "lease_s": LEASE_S,
-            "keepalive_s": KEEPALIVE_S,
-            "lost_grace_s": GRACE_S,
-            "decide_wait_s": DECIDE_WAIT_S,
-        }
-        lines = [f"{key} = {json.dumps(value)}\n" for key, value in settings.items()]
-        (self.run / "agent.toml").write_text("".join(lines))
-
     def await_ready(self):
         """Until all agents are, and all are members."""
-        until(lambda: (self.look() and False) or all(n.ready_at for n in self.nodes), self.story)
-        names = sorted(node.name for node in self.nodes)
-        for node in self.nodes:
-            until(lambda node=node: node.status()["members"] == names, self.story)
+        until(self.settled, self.story)
 
     def restart(self, node):
         """A new agent in place of one that was killed, on the same directory and socket."""
@@ -101,7 +82,7 @@ class Cluster(Machine):
     def ram_bytes(self):
         """Of all nodes: what the arenas have given out, and what the tmpfs really holds."""
         given = sum(node.status()["ram"]["used_bytes"] for node in self.nodes)
-        files = [f for f in self._ram.rglob("*") if f.is_file()]
+        files = [f for f in self.ram.rglob("*") if f.is_file()]
         return given, sum(f.lstat().st_blocks * 512 for f in files), len(files)
 
     def keys(self, job=""):
@@ -206,9 +187,8 @@ class Job:
         self.step = 0
         self.blocking_s = 0.05
 
-    def launch(self, keep=False):
-        """End the ranks that live and start new ones, with `keep` only in place of dead ones;
-        the step that they are at, after what they restored was compared."""
+    def join(self, keep=False):
+        """End the ranks that live and start new ones, with `keep` only in place of dead ones."""
         if not keep:
             self.kill()
         fresh = [s or self.cluster.hatch(r, self.mib) for r, s in enumerate(self._places())]
@@ -217,6 +197,10 @@ class Job:
             where = {"agent": str(node.socket), "layout": self.layout, "size": len(self.nodes)}
             seat.tell("join", job=self.name, token=token, **where)
         self.hear()
+
+    def launch(self, keep=False):
+        """Join, and restore; the step that all are at, after what they restored was compared."""
+        self.join(keep)
         found = self.ask("restore")
         steps = {answer["step"] for answer in found}
         assert len(steps) == 1, found
@@ -225,6 +209,15 @@ class Job:
             if self.step:
                 assert answer["sha"] == self.wrote[rank, self.step], (rank, self.step, "torn")
         return self.step
+
+    def refused(self):
+        """Join, and fail to restore; what each rank was told."""
+        self.join()
+        for seat in self.seats:
+            seat.tell("restore")
+        answers = [seat.hear() for seat in self.seats]
+        assert all("raised" in answer for answer in answers), (answers, self.cluster.story())
+        return [answer["raised"] for answer in answers]
 
     def _places(self):
         return self.seats or [None] * len(self.nodes)

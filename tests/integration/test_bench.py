@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FIGURES = {
     "block", "block_first", "process_safe", "node_safe_copies1", "node_safe_rs42",
-    "restore_process", "restore_node", "memory_peak", "memory_held",
+    "restore_process", "restore_node", "ready_node", "memory_peak", "memory_held",
     "encode_copies1", "encode_rs42", "ucx",
 }  # fmt: skip
 

@@ -5,132 +5,18 @@ One cluster for the module. Steps are looked at, proven, damaged, taken out; a j
 
 import hashlib
 import json
-import os
 import select
-import shutil
-import signal
 import subprocess
 import sys
-import time
-import uuid
 from pathlib import Path
 
 import pytest
 import safetensors
 import torch
-from etcd_rig import FAST, etcdctl
+from cli_rig import PATIENCE_S, ROOT, UID, Cluster, advice, command, document, until
 from safetensors.torch import load_file
 
 from p2pckpt import wire as w
-from p2pckpt.backends.etcd_server import EtcdServers
-
-PATIENCE_S = 30.0
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-UID = os.getuid()
-P2PCKPT = (sys.executable, "-m", "p2pckpt.cli.main")
-SHORT = (
-    *("--lease-s", "3", "--keepalive-s", "0.7", "--lost-grace-s", "1"),
-    *("--ram-budget-bytes", str(256 << 20), "--chunk-bytes", "65536", "--trial"),
-)
-RECORDS = "p2pckpt/jobs/"
-
-
-class Cluster:
-    """Agents with a host, a rack and a RAM directory each."""
-
-    def __init__(self, root, count):
-        self.root = root
-        self.etcd = EtcdServers.start(root / "etcd", 1, FAST)
-        self.names = [f"n{i}" for i in range(count)]
-        self.agents = {}
-        self.ranks = [
-            subprocess.Popen(
-                (sys.executable, str(HERE / "cli_rank.py")),
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-            for _ in range(3)
-        ]
-        self.ram = Path(f"/dev/shm/p2pckpt-test-{uuid.uuid4().hex[:8]}")
-        self.ram.mkdir()
-        for name in self.names:
-            self.start(name)
-        for name in self.names:
-            self.ready(name)
-
-    def socket(self, name):
-        return str(self.root / f"{name}.sock")
-
-    def log(self, name):
-        return self.root / f"{name}.log"
-
-    def start(self, name):
-        place = ("--node", name, "--host-id", name, "--directory", str(self.ram / name))
-        self.log(name).unlink(missing_ok=True)
-        with self.log(name).open("wb") as log:
-            self.agents[name] = subprocess.Popen(
-                (*P2PCKPT, "agent", *place, "--socket", self.socket(name), *SHORT)
-                + ("--endpoints", self.etcd.endpoints[0]),
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-            )
-
-    def ready(self, name):
-        until(lambda: b'"ready"' in self.log(name).read_bytes(), self.log(name).read_text)
-
-    def stop(self, name, wipe=False):
-        agent = self.agents.pop(name)
-        agent.send_signal(signal.SIGTERM)
-        agent.wait(PATIENCE_S)
-        if wipe:
-            shutil.rmtree(self.ram / name)
-
-    def tell(self, job, steps, nodes, layout="rs:2,0", hold=False):
-        """Have one rank a node save some steps of a job; with `hold` they stay in it after."""
-        token = uuid.uuid4().hex
-        for rank, node in enumerate(nodes):
-            order = {"job": job, "layout": layout, "steps": steps, "hold": hold, "rank": rank}
-            order |= {"size": len(nodes), "token": token, "agent": self.socket(node)}
-            self.ranks[rank].stdin.write(json.dumps(order).encode() + b"\n")
-            self.ranks[rank].stdin.flush()
-        for rank in range(len(nodes)):
-            self.hear(rank)
-
-    def hear(self, rank):
-        process = self.ranks[rank]
-        assert select.select([process.stdout], [], [], PATIENCE_S)[0]
-        assert process.stdout.readline() == b"done\n"
-
-    def train(self, job, steps, nodes, layout="rs:2,0"):
-        self.tell(job, steps, nodes, layout)
-
-    def keys(self, job):
-        """The job's keys in etcd, by a client that is not ours."""
-        prefix = f"{RECORDS}{UID}.{job}/"
-        found = etcdctl(self.etcd.endpoints[0], "get", prefix, "--prefix", "--keys-only")
-        return [line.removeprefix(prefix) for line in found.split()]
-
-    def close(self):
-        for process in (*self.agents.values(), *self.ranks):
-            process.kill()
-        for process in (*self.agents.values(), *self.ranks):
-            process.wait(PATIENCE_S)
-        for rank in self.ranks:
-            rank.stdin.close()
-            rank.stdout.close()
-        self.etcd.close()
-        shutil.rmtree(self.ram)
-
-
-def until(what, story=lambda: "", within_s=PATIENCE_S):
-    """Look again and again, bounded."""
-    end = time.monotonic() + within_s
-    while not what():
-        assert time.monotonic() < end, story()
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -141,32 +27,6 @@ def cluster(tmp_path_factory):
         yield cluster
     finally:
         cluster.close()
-
-
-def command(*arguments, code=0, agent=None, cwd=ROOT):
-    """Run a command; its standard output and error, after its exit code was checked."""
-    more = ("--agent", agent) if agent else ()
-    found = subprocess.run(
-        (*P2PCKPT, *map(str, arguments), *more),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        stdin=subprocess.DEVNULL,
-    )
-    assert found.returncode == code, (found.returncode, found.stdout, found.stderr)
-    return found.stdout, found.stderr
-
-
-def document(*arguments, code=0, agent=None):
-    out = json.loads(command(*arguments, "--json", code=code, agent=agent)[0])
-    assert list(out)[:3] == ["schema_version", "command", "ok"]
-    assert out["ok"] == (code in (0, 4))
-    return out
-
-
-def advice(stderr):
-    return stderr.strip().splitlines()[-1]
 
 
 # -- inspect ---------------------------------------------------------------------------------------
@@ -196,7 +56,7 @@ def test_inspect_says_all_of_a_step(cluster):
 
 def test_inspect_for_people_and_from_a_node_without_ranks(cluster):
     text, _ = command("inspect", 3, agent=cluster.socket("n3"))
-    for word in ("share of n0", "rank 2", "complex64 [7]", "rs:2,1", "can still lose 2 nodes"):
+    for word in ("share of n0", "rank 2", "complex64 [7]", "rs:2,1", "the loss of 2 more nodes"):
         assert word in text, text
 
 
@@ -232,7 +92,7 @@ def test_verify_right_and_wrong(cluster):
     assert wrong["wrong"] == [{"rank": 1, "shard": 0, "count": 1, "chunks": [200_000 // 65536]}]
     assert d["restorable"]
     text, err = command("verify", 3, "--job", "demo", code=4, agent=socket)
-    assert "rank 1 shard 0: 1 chunks, 3" in text
+    assert "rank 1 shard 0: 1 chunk, 3" in text
     assert "repair" in advice(err)
     heal()
     command("verify", 3, "--job", "demo", agent=socket)
@@ -339,6 +199,20 @@ def test_a_visitor_keeps_the_step_and_killed_leaves_nothing(cluster):
 
 
 # -- jobs ------------------------------------------------------------------------------------------
+
+
+def test_ls_and_status_of_one_job_or_of_none(cluster):
+    d = document("ls", "--job", "demo", agent=cluster.socket("n3"))
+    assert d["jobs"] == {f"{UID}.demo": [{"step": 3, "tiers": ["ram"], "layout": "rs:2,1"}]}
+    text, _ = command("ls", agent=cluster.socket("n3"))
+    assert [line.split()[:3] for line in text.splitlines()][1] == [f"{UID}.demo", "3", "RAM"]
+    d = document("status", "--job", "demo", agent=cluster.socket("n0"))
+    assert list(d["jobs"]) == [f"{UID}.demo"]
+    assert d["config"]["node"] == "n0"
+    for name in ("status", "ls"):
+        d = document(name, "--job", "none", code=3, agent=cluster.socket("n0"))
+        assert f"{UID}.none is not known" in d["error"]["message"]
+        document(name, "--job", "a b", code=2, agent=cluster.socket("n0"))
 
 
 def test_job_ls(cluster):
@@ -467,11 +341,12 @@ def flip_all(cluster, node, job):
 
 
 def test_doctor_on_a_node_that_works(cluster):
-    where = ("--endpoints", cluster.etcd.endpoints[0], "--trial")
-    place = ("--directory", str(cluster.ram / "n0"), "--ram-budget-bytes", str(1 << 30))
-    d = document("doctor", *where, *place, "--layout", "copies:1", code=4,
-                 agent=cluster.socket("n0"))  # fmt: skip
+    d = document("doctor", "--layout", "copies:1", code=4, agent=cluster.socket("n0"))
     found = {c["name"]: c for c in d["checks"]}
+    assert found["settings"]["found"] == "those of the agent of n0, which runs"
+    assert cluster.etcd.endpoints[0] in found["etcd"]["found"]
+    assert str(cluster.ram / "n0") in found["directory"]["found"]
+    assert "256.0 MiB" in found["memory"]["found"]
     assert found["coding"]["verdict"] == found["checksum"]["verdict"] == "ok"
     assert "libisal" in found["coding"]["found"]
     assert found["ucx"]["verdict"] == "ok"
@@ -480,6 +355,15 @@ def test_doctor_on_a_node_that_works(cluster):
     assert found["members"]["verdict"] == "ok"
     assert "linearizable read takes" in found["etcd"]["found"]
     assert all(c["do"] for c in d["checks"] if c["verdict"] != "ok")
+
+
+def test_a_flag_of_the_doctors_own_overrules_the_agents_settings(cluster):
+    where = ("--endpoints", "127.0.0.1:1", "--ledger-timeout-s", "0.5")
+    d = document("doctor", *where, code=1, agent=cluster.socket("n0"))
+    found = {c["name"]: c for c in d["checks"]}
+    assert "but --endpoints, --ledger-timeout-s" in found["settings"]["found"]
+    assert "127.0.0.1:1" in found["etcd"]["found"]
+    assert found["agent"]["verdict"] == "ok"
 
 
 def test_doctor_on_a_node_where_nothing_is(tmp_path):

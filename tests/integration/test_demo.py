@@ -69,6 +69,10 @@ def check_good(code, document, output):
         assert 0 <= kill["steps_lost"] <= 2 * 5
         assert 0 < kill["detect_s"] < kill["back_s"]
         assert kill["load_s"] > 0
+        assert kill["load_s"] < kill["restore_s"] < kill["back_s"] - kill["launch_s"]
+        assert sorted(map(int, kill["sources"])) == kill["ranks"]
+    assert list(document["stages"])[:2] == ["detect", "launch"]
+    assert output.count("launch: new processes, until Python, torch") == 1
 
 
 def test_a_lost_node_is_recovered_from_peers(tmp_path):
@@ -145,6 +149,18 @@ def test_more_than_the_layout_allows_is_lost_and_said(tmp_path):
     assert "3 of 6 shards left, needs 4" in why
 
 
+@pytest.mark.slow
+def test_what_peers_have_no_longer_comes_from_the_object_store(tmp_path):
+    options = ("--nodes", "9", "--racks", "3", "--layout", "rs:4,2", "--steps", "40")
+    code, document, output = demo(tmp_path, *options, "--kill", "4", "--s3", timeout_s=900)
+    check_good(code, document, output)
+    (kill,) = document["kills"]
+    assert kill["source"] == "s3"
+    assert kill["bytes_from"]["s3"] > 0
+    assert set(kill["sources"].values()) <= {"peers", "mixed", "s3"}
+    assert set(kill["sources"].values()) & {"mixed", "s3"}
+
+
 # -- the verdict ----------------------------------------------------------------------------------
 
 
@@ -190,6 +206,40 @@ def test_a_line_that_was_cut_short_is_not_read_before_it_is_whole(tmp_path):
         f.write('ep", "launch": 0, "step": 2}\n')
     assert [e["step"] for e in out.read()] == [2]
     assert out.newest() == 2
+
+
+def restored(rank, source, **bytes_from):
+    size = sum(bytes_from.values()) or 7
+    return {
+        "rank": rank, "step": 5, "source": source, "node": f"n{rank}", "snapshot_bytes": size,
+        "bytes_from": bytes_from, "seconds": {"decide": 1.0, "load": 0.5},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("events", "source", "sources"),
+    [
+        ([restored(0, "local")], "local", {0: "local"}),
+        ([restored(0, "local"), restored(1, "peers", n2=7)], "peers", {0: "local", 1: "peers"}),
+        ([restored(0, "mixed", n2=3, s3=4), restored(1, "peers", n2=7)], "s3",
+         {0: "mixed", 1: "peers"}),
+        ([restored(0, "s3", s3=7)], "s3", {0: "s3"}),
+        ([restored(0, "peers", n2=7), restored(3, "s3", s3=7)], "peers", {0: "peers"}),
+    ],
+)  # fmt: skip
+def test_a_kill_names_the_farthest_place_that_its_ranks_needed(events, source, sources):
+    kill = Kill("node", ["n0", "n1"], [0, 1])
+    kill.tell(events, [{"rank": e["rank"], "step": 5, "node": e["node"]} for e in events])
+    assert (kill.source, kill.sources) == (source, sources)
+    mine = [e for e in events if e["rank"] < 2]
+    assert sum(kill.bytes_from.values()) == sum(e["snapshot_bytes"] for e in mine)
+    assert kill.restore_s == 1.5
+
+
+def test_bytes_that_the_repair_brought_are_the_peers():
+    kill = Kill("node", ["n0"], [0])
+    kill.tell([restored(0, "local")], [{"rank": 0, "step": 5, "node": "n9"}])
+    assert (kill.source, kill.repaired) == ("peers", [0])
 
 
 def good():

@@ -125,6 +125,34 @@ def test_the_committer_stands_still_5_times(cluster):
         freeze_the_committer(job, 5)
 
 
+def test_an_agent_that_stands_still_holds_no_save(cluster):
+    """Rank 1 waits for its agent as long as a save may wait, once; then it hardly waits at all. No
+    save commits meanwhile, rank 0 is told of each, and as soon as the agent goes on saves work
+    again, one after the other: no slot is kept for a rank that did not wait for it."""
+    save_wait_s, copy_s = 3.0, 1.0
+    with job_of(cluster, "frozen-hook") as job:
+        job.launch()
+        job.commit()
+        step = job.step
+        os.kill(job.nodes[1].agent.pid, signal.SIGSTOP)
+        try:
+            held = [[answer["blocking_s"] for answer in job.save()] for _ in range(4)]
+        finally:
+            os.kill(job.nodes[1].agent.pid, signal.SIGCONT)
+        assert save_wait_s - 0.1 <= held[0][1] < save_wait_s + copy_s, held
+        assert all(frozen < 0.5 for _, frozen in held[1:]), held
+        assert all(other < save_wait_s + copy_s for other, _ in held), held
+        for failed in range(step + 1, job.step + 1):
+            told = job.ends(failed)
+            assert told[1]["status"] == "failed", told
+            assert told[0]["status"] in ("aborted", "skipped", "failed"), told
+        job.commit_soon(SAVES_WORK_AGAIN_S)
+        for _ in range(3):
+            job.commit()
+        step = job.step
+        assert job.launch() == step
+
+
 # -- agents are killed, their RAM stays ------------------------------------------------------------
 
 

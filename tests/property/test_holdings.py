@@ -371,3 +371,40 @@ def test_a_damaged_record_is_not_adopted():
         again = Holdings(FakeArena(store, 2 * PAGE), lambda: "x")
         assert again.adopt() == []
         assert not store.files
+
+
+def test_a_file_that_is_being_made_is_waited_for_only_if_it_would_do():
+    # Two ranks ask while two files of two pages are made; a third wants more than these have.
+    async def main():
+        names = count()
+        arena = FakeArena(new_store(), 20 * PAGE, fault_bytes_per_s=2 * PAGE)  # a second for each
+        holdings = Holdings(arena, lambda: f"{next(names):06d}")
+        loop = asyncio.get_running_loop()
+
+        async def take(part, size):
+            await holdings.take(Want(r.FileKind.SLOT, attempt(1), "n0", part, size))
+            return loop.time()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(holdings.prepare("1000.job", r.FileKind.SLOT, 2 * PAGE, 2))
+            await asyncio.sleep(0.5)
+            fit = [group.create_task(take(part, 2 * PAGE)) for part in (0, 1)]
+            larger = group.create_task(take(2, 4 * PAGE))
+        assert [task.result() for task in fit] == [1.0, 1.0]
+        assert larger.result() == 2.5
+        assert sorted(h.capacity for h in holdings) == [2 * PAGE, 2 * PAGE, 4 * PAGE]
+
+    clock.run(main(), limit_s=60)
+
+
+def test_a_free_file_goes_back_to_its_use():
+    # The shard of n1 lies in three pages, that of n2 in two: they do not change places.
+    _, _, holdings = one_file(pages=5)
+    uses = [("n1", 3 * PAGE), ("n2", 2 * PAGE)]
+    wants = [Want(r.FileKind.SHARD, attempt(1), owner, 0, size) for owner, size in uses]
+    first = {want.owner: at_once(holdings.take(want)) for want in wants}
+    for held in first.values():
+        holdings.release(held)
+    again = [Want(r.FileKind.SHARD, attempt(2), owner, 0, 2 * PAGE) for owner, _ in uses]
+    assert [at_once(holdings.take(w)).file for w in again] == [h.file for h in first.values()]

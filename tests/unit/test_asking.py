@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from ledger_world import KEYS, Book
 
 from p2pckpt import records as r
-from p2pckpt.agent.asking import choose_job, find_commit, pieces_of
+from p2pckpt.agent.asking import choose_job, find_commit
+from p2pckpt.agent.rereading import pieces_of
 from p2pckpt.errors import UsageError
 
 JOBS = ["0.a", "1000.a", "1000.b"]

@@ -1,9 +1,11 @@
 """The pure parts of the commands: what a step is worth, what a header says, verdicts on a node."""
 
 import json
+import re
 import resource
 from itertools import combinations
 from math import ceil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +13,13 @@ import torch
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.cli import doctor as d
-from p2pckpt.cli.output import job_key
+from p2pckpt.cli import main as m
+from p2pckpt.cli import memory
+from p2pckpt.cli.memory import Mount
+from p2pckpt.cli.output import EXIT_DONE, finish, job_key, json_target, plural
 from p2pckpt.cli.step import Checked, Step, files_of, lost_ranks, tensors_of
 from p2pckpt.config import Config
-from p2pckpt.errors import FormatError, UsageError
+from p2pckpt.errors import FormatError, NoRoom, UsageError
 from p2pckpt.save import snapshot
 from p2pckpt.save.encode import header_of
 
@@ -100,7 +105,7 @@ def test_wrong_pieces_count_one_by_one():
     wrong = [(SHARD, 1), (SHARD, 2)]
     assert lost_ranks(step, found(step, wrong, [(SLOT, 0, 0, 0)])) == [], "shard 0 has that piece"
     says = lost_ranks(step, found(step, wrong, [(SLOT, 0, 0, 1)]))
-    assert says == ["rank 0 of n0: pieces [0] are right, 2 of 3 are needed"]
+    assert says == ["rank 0 of n0: 1 of 3 pieces are right, it needs 2"]
     says = lost_ranks(step, found(step, [(SLOT, 1), (SHARD, 2)], [(SHARD, 0, 1, 0)]))
     assert len(says) == 1
     assert "rank 1" in says[0]
@@ -138,18 +143,50 @@ def facts(transports, library=WHEEL):
 
 
 def test_locked_memory_names_the_limit():
-    check = d.check_locked(8 << 20, 1 << 30)
+    check = memory.check_locked(8 << 20, 1 << 30, ["mlx5_0"])
     assert (check.verdict, "8192 KiB" in check.found) == ("warn", True)
     assert "memlock" in check.do
-    assert d.check_locked(1 << 30, 1 << 30).verdict == "ok"
-    assert d.check_locked(resource.RLIM_INFINITY, 1 << 40).verdict == "ok"
+    assert memory.check_locked(8 << 20, 1 << 30, []).verdict == "ok", "TCP needs none"
+    assert memory.check_locked(1 << 30, 1 << 30, ["mlx5_0"]).verdict == "ok"
+    assert memory.check_locked(resource.RLIM_INFINITY, 1 << 40, ["mlx5_0"]).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("option", "kernel", "advice"),
+    [
+        ("rw", "always [never] deny force", "mount -o remount,huge=within_size /ram"),
+        ("huge=advise", "always [never] deny force", "mount -o remount,huge=within_size /ram"),
+        ("huge=within_size", "always [never] deny force", ""),
+        ("huge=always", "[always] never deny force", ""),
+        ("rw", "always never deny [force]", ""),
+        ("huge=always", "always never [deny] force", "echo never >"),
+        ("huge=always", "", "no huge pages"),
+    ],
+)
+def test_huge_pages_of_the_mount_and_of_the_kernel(option, kernel, advice):
+    mounts = {"/": Mount("ext4"), "/ram": Mount("tmpfs", ("rw", option))}
+    (check,) = memory.check_huge("/ram/deep/p2pckpt", mounts, kernel)
+    assert (check.verdict, bool(check.do)) == ("ok", bool(advice))
+    assert advice in check.do
+    assert memory.check_huge("/home", mounts, kernel) == []
+
+
+def test_the_settings_of_an_agent_that_runs_are_checked():
+    read = Config(endpoints="mine:1", key="/mine", directory="/mine")
+    told = Config(endpoints="its:1", key="/its", directory="/its")
+    answer = {"node": "n7", "config": told.shown(), "ram": {"budget_bytes": 5}}
+    config, origin = d.settings(read, {"directory": "/mine", "workers": None}, answer)
+    assert (config.endpoints, config.directory, config.key) == ("its:1", "/mine", "/mine")
+    assert (config.ram_budget_bytes, "n7" in origin, "--directory" in origin) == (5, True, True)
+    config, origin = d.settings(read, {}, None)
+    assert (config, "no agent" in origin) == (read, True)
 
 
 def test_ucx_and_rdma():
     ucx, rdma = d.check_ucx(facts("self/memory tcp/eth0 tcp/lo"), [])
     assert (ucx.verdict, rdma.verdict) == ("ok", "ok")
     assert "wheel" in ucx.found
-    assert "system UCX" in rdma.found
+    assert "TCP" in rdma.found
     ucx, rdma = d.check_ucx(facts("tcp/eth0"), ["mlx5_0"])
     assert (rdma.verdict, "mlx5_0" in rdma.found, "verbs" in rdma.do) == ("warn", True, True)
     system = facts("tcp/eth0 rc_mlx5/mlx5_0:1 dc_mlx5/mlx5_0:1", "/usr/lib/libucp.so.0")
@@ -175,18 +212,149 @@ def test_hosts_for_a_layout():
 
 
 def test_directories(tmp_path):
-    mounts = {"/": "overlay", str(tmp_path): "tmpfs"}
-    assert d.check_directory(str(tmp_path / "ram"), 1 << 10, mounts).verdict == "ok"
-    assert d.check_directory(str(tmp_path / "ram"), 1 << 60, mounts).verdict == "fail"
-    assert d.check_directory(str(tmp_path / "no" / "ram"), 1, mounts).verdict == "fail"
-    other = d.check_directory(str(tmp_path), 1, {"/": "ext4"})
+    mounts = {"/": Mount("overlay"), str(tmp_path): Mount("tmpfs")}
+    assert memory.check_directory(str(tmp_path / "ram"), 1 << 10, mounts).verdict == "ok"
+    assert memory.check_directory(str(tmp_path / "ram"), 1 << 60, mounts).verdict == "fail"
+    assert memory.check_directory(str(tmp_path / "no" / "ram"), 1, mounts).verdict == "fail"
+    other = memory.check_directory(str(tmp_path), 1, {"/": Mount("ext4")})
     assert (other.verdict, "ext4" in other.found) == ("warn", True)
 
 
 def test_a_budget_above_what_is_free_fails(tmp_path):
     config = Config(directory=str(tmp_path))
-    assert d.check_memory(config, 1 << 62, "why").verdict == "fail"
-    assert d.check_memory(config, 1 << 20, "why").verdict == "warn"
+    assert memory.check_memory(config, 1 << 62, "why").verdict == "fail"
+    assert memory.check_memory(config, 1 << 20, "why").verdict == "warn"
+
+
+def test_counts_agree_with_their_words():
+    assert plural(1, "step") == "1 step"
+    assert plural(0, "step") == "0 steps"
+    assert plural(2, "copy", "copies") == "2 copies"
+
+
+# -- what holds for every command ------------------------------------------------------------------
+
+LEAVES = dict(m.leaves(m.cli))
+ARGUMENTS = {"inspect": ["3"], "verify": ["3"], "export": ["3", "out"], "clean": ["--job", "a"]}
+ARGUMENTS["ledger rebuild"] = ARGUMENTS["preempt"] = ARGUMENTS["save-now"] = ["--job", "a"]
+
+
+def told(capsys, arguments, code):
+    """The document of a command that fails, after what all have in common was checked."""
+    assert m.run(arguments) == code, arguments
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert list(document)[:5] == ["schema_version", "command", "ok", "error", "exit_code"]
+    assert (document["ok"], document["exit_code"]) == (code == 0, code)
+    assert set(document["error"]) == {"kind", "message", "next"}
+    assert all(document["error"].values())
+    assert document["error"]["next"] == err.strip().splitlines()[-1]
+    return document
+
+
+@pytest.mark.parametrize("name", sorted(LEAVES))
+def test_every_command_takes_json_and_has_an_example_that_it_understands(
+    name, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    command = LEAVES[name]
+    assert any("--json" in p.opts for p in command.params)
+    found = re.search(r"Example: (p2pckpt .*)$", command.epilog or "")
+    assert found, f"main.EXAMPLES has no line for {name}"
+    _, *arguments = found[1].split()
+    assert m.named(arguments) == name
+    for file in (word for word in arguments if word.endswith((".toml", ".csv"))):
+        Path(file).touch()
+    command.make_context(name, arguments[len(name.split()) :])
+
+
+@pytest.mark.parametrize("name", sorted(LEAVES))
+def test_wrong_usage_of_every_command_is_a_document_too(name, capsys, tmp_path):
+    words = name.split()
+    document = told(capsys, [*words, "--no-such-option", "--json"], 2)
+    assert (document["command"], document["error"]["kind"]) == (name, "UsageError")
+    assert f"p2pckpt {name} --help" in document["error"]["next"]
+    file = tmp_path / "x.json"
+    assert m.run([*words, "--no-such-option", f"--json={file}"]) == 2
+    assert json.loads(file.read_text()) == document
+    assert capsys.readouterr().out == ""
+    unwritable = told(capsys, [*words, *ARGUMENTS.get(name, []), "--json", "/no/such/x.json"], 2)
+    assert "/no/such/x.json" in unwritable["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in sorted(LEAVES) if any("--agent" in p.opts for p in LEAVES[n].params)]
+)
+def test_without_an_agent_every_command_says_so(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if name == "doctor":  # it says so too, but looks at all else first
+        assert d.check_agent("no agent answers").verdict == "warn"
+        return
+    arguments = [*name.split(), *ARGUMENTS.get(name, []), "--agent", str(tmp_path / "no.sock")]
+    document = told(capsys, [*arguments, "--json"], 1)
+    assert document["error"]["kind"] == "AgentUnreachable"
+    assert "p2pckpt agent" in document["error"]["next"]
+    assert m.run(arguments) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.strip().splitlines()[-1]) == ("", document["error"]["next"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_that_swallows_an_argument_says_so_and_writes_no_file(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    document = told(capsys, ["inspect", "--json", "3"], 2)
+    assert "took '3' for its FILE" in document["error"]["next"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "kind", "following"),
+    [
+        (NoRoom("no"), 1, "NoRoom", "--ram-budget-bytes"),
+        (UsageError("no"), 2, "UsageError", "`p2pckpt status --help`"),
+        (PermissionError("no"), 1, "PermissionError", "put right"),
+        (KeyboardInterrupt(), 130, "Interrupted", "again"),
+        (SystemExit(143), 143, "Interrupted", "again"),
+        (ZeroDivisionError("no"), 1, "ZeroDivisionError", "bug"),
+    ],
+)
+def test_whatever_is_raised_is_a_document(raised, code, kind, following, capsys, monkeypatch):
+    def fail(**_):
+        raise raised
+
+    monkeypatch.setattr(LEAVES["status"], "callback", fail)
+    document = told(capsys, ["status", "--json"], code)
+    assert document["error"]["kind"] == kind
+    assert following in document["error"]["next"]
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 4])
+def test_ok_is_the_exit_code_0_and_nothing_else(code, capsys, monkeypatch):
+    def end(**_):
+        advice = "it is broken\nmend it" if code else ""
+        finish("status", "-", {"ok": "mine", "more": 1}, "text", code, advice)
+
+    monkeypatch.setattr(LEAVES["status"], "callback", end)
+    if code == EXIT_DONE:
+        assert m.run(["status", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert (document["ok"], document["error"], document["more"]) == (True, None, 1)
+        return
+    error = told(capsys, ["status", "--json"], code)["error"]
+    assert (error["message"], error["next"]) == ("it is broken", "mend it")
+    assert error["kind"] == {1: "Failed", 3: "NothingFound", 4: "Degraded"}[code]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "target"),
+    [
+        ("status", None), ("status --json", "-"), ("status --json x.json", "x.json"),
+        ("status --json=x.json", "x.json"), ("status --json --agent a", "-"),
+        ("export -- --json x", None), ("status --json -", "-"),
+    ],
+)  # fmt: skip
+def test_where_the_document_goes(arguments, target):
+    assert json_target(arguments.split()) == target
 
 
 def test_json_of_the_checks_is_plain():

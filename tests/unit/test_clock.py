@@ -1,6 +1,7 @@
 """Virtual time: ordinary asyncio code, no waiting, the same schedule each time, hangs found."""
 
 import asyncio
+import contextvars
 import os
 import socket
 import subprocess
@@ -164,6 +165,7 @@ def test_threads_and_sockets_are_refused():
 
 ORDER = """
 import asyncio
+import contextvars
 from simulations import clock
 async def story():
     seen = []
@@ -206,3 +208,29 @@ def test_cancellation_order_is_the_same_in_every_process():
     }
     assert len(outputs) == 1
     assert len(outputs.pop()) > 600
+
+
+def test_a_local_clock_shows_something_else_and_its_timers_go_by_it():
+    async def story():
+        began = now()
+        here = clock.LocalClock(5000.0)
+        context = contextvars.copy_context()
+        context.run(clock.LOCAL.set, here)
+        here.set_rate(2.0, began)
+
+        async def there():
+            before = now()
+            await asyncio.sleep(10.0)
+            async with asyncio.timeout(20.0):
+                await asyncio.sleep(10.0)
+            return before, now()
+
+        local = await asyncio.create_task(there(), context=context)
+        assert local == (5000.0, 5020.0)
+        assert now() - began == 10.0  # twice as fast
+        here.set_rate(0.5, now())
+        local = await asyncio.create_task(there(), context=context)
+        assert local == (5020.0, 5040.0)
+        return now() - began
+
+    assert clock.run(story(), limit_s=1e3) == pytest.approx(50.0)

@@ -204,7 +204,6 @@ def offer_of(manifest, shard, **changes):
     known = {
         "attempt": manifest.attempt,
         "owner": manifest.owner,
-        "owner_session": "s",
         "index": shard,
         "lengths": tuple(e.stored_bytes(shard, manifest.layout.k) for e in manifest.ranks),
         "manifest_bytes": len(packed),

@@ -14,7 +14,8 @@ from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.context import Home, JobContext, Roster
 from p2pckpt.agent.holdings import Holdings
-from p2pckpt.agent.launch import Launches, Waited, check_call, decide_install, roster_pieces
+from p2pckpt.agent.installing import Waited, check_call, decide_install, roster_pieces
+from p2pckpt.agent.launch import Launches
 from p2pckpt.backends.inproc.cluster import FakeCluster
 from p2pckpt.config import Config
 from p2pckpt.errors import CheckpointError, UsageError

@@ -1,0 +1,148 @@
+"""What ledger, object store and files show to who watches every write: rules 2, 4, 7, 9 and 11.
+
+Intuition. Most promises of the protocol are about one write: a record that is there once is never
+another one; a step is retired for newer ones, and not under a reader's hands; a step counts as
+offloaded when its bytes lie in the store; a file goes to a new attempt when its writer is done.
+Each is judged at that write, by what is true at that moment, whoever wrote it.
+
+Contract: knows of no decider of the product. A ledger that was lost or rebuilt begins with nothing
+known. What was damaged on purpose in the object store is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from p2pckpt import records as r
+from p2pckpt.backends.inproc.cluster import FakeCluster
+from simulations.contents import Found, Kept, content
+
+DAMAGE = ("fault.bucket.flip", "fault.bucket.truncate", "fault.bucket.lose")
+
+
+class Writer(Protocol):
+    """A process that writes into files."""
+
+    alive: bool
+
+
+class Promises:
+    """Memory of what was written, for one job. ``object`` notes what must not be."""
+
+    def __init__(
+        self, cluster: FakeCluster, keys: r.JobKeys, object_: Callable[[str], None]
+    ) -> None:
+        self.cluster, self.keys, self.object = cluster, keys, object_
+        self.final = (keys.outcomes, keys.decisions, keys.closings, keys.groups)
+        """Records that are written once."""
+        self._records: dict[str, bytes] = {}
+        self._closed: set[tuple[int, int]] = set()
+        self._damaged: list[str] = []
+        self._writers: dict[tuple[str, str], tuple[str, Writer]] = {}
+
+    # -- the ledger -------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """The ledger was lost, set back or rebuilt: what it has now is what counts."""
+        self._records = {}
+
+    def wrote(self, key: str, value: bytes) -> None:
+        """Rule 4: a record that decides something is never replaced by another."""
+        if key == self.keys.ledger_id:
+            self.forget()
+        if key.startswith(self.final) and self._records.setdefault(key, value) != value:
+            self.object(f"{key} was written, and is another one now")
+
+    def retired(self, attempt: r.Attempt, kept: Mapping[str, Kept], keep_last: int) -> None:
+        """Rule 9: nobody reads it, and keep_last steps of one lineage were committed after it."""
+        if readers := self.cluster.etcd.list(self.keys.readers(attempt)).entries:
+            who = readers[0].key.rpartition(f"{attempt.key}/")[2]
+            self.object(f"step {attempt.step} was retired while {who} reads it")
+        if attempt.key not in kept:
+            return
+        names = list(kept)
+        later = [kept[n].commit.lineage for n in names[names.index(attempt.key) + 1 :]]
+        newer = max((later.count(lineage) for lineage in later), default=0)
+        if newer < keep_last:
+            self.object(f"step {attempt.step} was retired for {newer} newer ones, not {keep_last}")
+
+    def closed(self, closed: r.Closed) -> None:
+        """A ballot has its end."""
+        if closed.close is r.Close.OK:
+            self._closed.add((closed.generation, closed.ballot))
+
+    def returned(self, who: str, generation: int, ballot: int) -> None:
+        """Rule 2: a rank's restore returned. That is for all ranks together, after the closing."""
+        if (generation, ballot) not in self._closed:
+            self.object(f"{who} goes on from ballot {ballot}, which is not closed for all ranks")
+
+    # -- places -----------------------------------------------------------------------------------
+
+    def placed(self, step: int, found: Found, living: Sequence[str]) -> None:
+        """Rule 1: no two shards on a host, and, if the racks of those who are ``living`` suffice
+        for it, none of them has more than the parity can replace."""
+        nodes = self.cluster.nodes
+        owner = (found.owners or [found.share.node])[0]
+        holders = [next((n for n in names if n != owner), owner) for names in found.shards.values()]
+        if any(len(names) > 1 for names in found.shards.values()):
+            return  # somebody came back with what was repaired or sent elsewhere meanwhile
+        hosts = [nodes[n].host for n in (owner, *holders)]
+        if len(set(hosts)) < len(hosts):
+            self.object(f"step {step}: share of {found.share.node} lies on hosts {hosts}")
+        racks = [self._rack(n) for n in holders]
+        most, allowed = max(map(racks.count, racks), default=0), max(1, found.layout.m)
+        room = [self._rack(n) for n in living if self._rack(n) != self._rack(owner)]
+        suffice = sum(min(room.count(rack), allowed) for rack in set(room))
+        if most > allowed and suffice >= found.layout.shards:
+            self.object(f"step {step}: {most} shards of {found.share.node} in one rack: {racks}")
+
+    def _rack(self, node: str) -> str:
+        return self.cluster.nodes[node].domains.get("rack", node)
+
+    # -- the object store -------------------------------------------------------------------------
+
+    def offloaded(self, kept: Kept) -> None:
+        """Rule 1, of the object store: a step that is said to lie there does."""
+        attempt, bucket = kept.commit.attempt, self.cluster.bucket
+        if bucket is None or any(f"/{attempt.key}/" in name for name in self._damaged):
+            return
+        there, writer = set(bucket.objects.values()), kept.snapshots.writer
+        ranks = range(kept.commit.world_size)
+        if lacking := [k for k in ranks if content(k, attempt.step, writer) not in there]:
+            what = f"step {attempt.step} counts as offloaded"
+            self.object(f"{what}; the store has no bytes of ranks {lacking}")
+
+    def saw(
+        self, who: str, what: str, facts: Mapping[str, Any], known: Iterable[r.Offloaded]
+    ) -> None:
+        """An event of the object store or the ledger. ``known``: offloads that there ever were."""
+        if what in DAMAGE:
+            self._damaged.append(facts["name"])
+        elif what in ("fault.ledger.wipe", "fault.ledger.rollback"):
+            self.forget()
+        elif what == "bucket.delete":
+            for attempt in (offloaded.commit.attempt for offloaded in known):
+                named = f"/{attempt.ledger_id}/{attempt.key}/" in facts["name"]
+                if named and self.cluster.etcd.get(self.keys.offloaded(attempt)) is not None:
+                    where = f"of step {attempt.step}, which the ledger offers"
+                    self.object(f"{who} deleted {facts['name'].rpartition('/')[2]} {where}")
+
+    # -- files ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def writing(self, node: str, file: str, who: str, process: Writer) -> Iterator[None]:
+        """A process writes into a file of a node for as long as this lasts, or it lives."""
+        self._writers[node, file] = (who, process)
+        try:
+            yield
+        finally:
+            if self._writers.get((node, file), (None, None))[1] is process:
+                del self._writers[node, file]
+
+    def taken(self, node: str, file: str, attempt: r.Attempt) -> None:
+        """Rule 7: a file was given to an attempt."""
+        who, process = self._writers.get((node, file), ("", None))
+        if process is not None and process.alive:
+            self.object(f"{node}: {file} was taken for {attempt.key} while {who} writes into it")

@@ -1,0 +1,354 @@
+"""Faults of what all nodes share: ledger, object store, racks and switches, the jobs themselves.
+
+Intuition. A shock has no single victim: the ledger forgets, the bucket is away, all machines behind
+one switch go dark, an operator starts a job twice or sets it back. Some are mended by a deed of an
+operator, `ledger rebuild`, which is part of the fault here.
+
+Contract: as in `failures`, whose table these functions join: through the world's own switches only,
+each told to the event log, mended at the end but for what was lost for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from random import Random
+
+from p2pckpt import wire as w
+from p2pckpt.backends.inproc.cluster import FakeNode
+from p2pckpt.errors import CheckpointError
+from simulations.failures import Fault, HasWorld, Strike, crash_lose
+
+REBUILD_TRIES = 40
+
+# -- racks and switches ---------------------------------------------------------------------------
+
+
+def _behind(world: HasWorld, node: FakeNode, level: str) -> list[FakeNode]:
+    nodes = [world.cluster.nodes[name] for name in world.living]
+    return [n for n in nodes if n.domains[level] == node.domains[level]]
+
+
+async def rack_lost(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """All machines of a rack are lost for good, at once; others take their places later."""
+    lost = _behind(world, node, "rack")
+    for gone in lost:
+        world.living.remove(gone.name)
+    for gone in lost:
+        await world.stop_agent(gone, keep_memory=False)
+    await asyncio.sleep(fault.lasts_s)
+    for gone in lost:
+        world.add_node(world.spare_name(), gone.domains)
+
+
+async def switch_dead(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """What is behind one switch is cut off from all others, and from the ledger."""
+    inside = [n.name for n in _behind(world, node, "switch")]
+    for name in inside:
+        world.cluster.cut_from_ledger(name)
+        for other in list(world.cluster.nodes):
+            if other not in inside:
+                world.cluster.partition(name, other)
+    await asyncio.sleep(fault.lasts_s)
+    world.cluster.heal()
+
+
+async def power_blinks(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """Behind one switch all agents and trainers die at once; the memory survives."""
+    inside = _behind(world, node, "switch")
+    for gone in inside:
+        for trainer in gone.trainers:
+            trainer.kill()
+        await world.stop_agent(gone, keep_memory=True)
+    await asyncio.sleep(fault.lasts_s / 2)
+    for gone in inside:
+        world.start_agent(gone)
+
+
+async def power_lost(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """All machines behind one switch lose their memory, and come back."""
+    inside = _behind(world, node, "switch")
+    for gone in inside:
+        world.living.remove(gone.name)
+    for gone in inside:
+        await world.stop_agent(gone, keep_memory=False)
+    await asyncio.sleep(fault.lasts_s)
+    for gone in inside:
+        world.start_agent(gone)
+        world.living.append(gone.name)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+async def share_rots(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
+    """One share of the newest step has wrong bits wherever it lies, more than can be decoded from;
+    then the job is started anew. Only if it can go on from an older step."""
+    launcher = world.launchers[fault.chance % len(world.launchers)]
+    checkers = launcher.checkers
+    tip = checkers.tip
+    if tip is None or not checkers.can_go_back() or launcher.successor is not None:
+        return
+    shares = checkers.find(tip)
+    owner = shares[fault.chance % len(shares)].share.node
+    for name, file, length in checkers.files_of(tip, owner):
+        if length:
+            world.cluster.nodes[name].store.flip(file, fault.chance % length, fault.chance % 8)
+    launcher.end()
+
+
+# -- jobs -----------------------------------------------------------------------------------------
+
+
+async def second_launch(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
+    """A job is launched while it runs, without takeover: it is refused, and the first goes on."""
+    launcher = world.launchers[fault.chance % len(world.launchers)]
+    if launcher.successor is not None or launcher.lost:
+        return
+    second = launcher.launch()
+    await asyncio.wait((second.task,), timeout=fault.lasts_s)
+    if second.joined.is_set():
+        launcher.successor = second  # the first had died meanwhile
+    else:
+        second.kill()
+        await second.task
+
+
+async def takeover(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """A second launch takes the job over, and the first one's ranks live on, fenced off. By chance
+    they had been stuck in the middle of their copies, and an agent restarts meanwhile; or what
+    their agents sent to the ledger comes there when the job is another one's."""
+    rng = Random(fault.chance)
+    launcher = world.launchers[fault.chance % len(world.launchers)]
+    if launcher.successor is not None or launcher.lost:
+        return
+    stuck, late, restarts = rng.choice(((1, 0, 0), (1, 0, 1), (0, 1, 0), (0, 0, 0)))
+    first = launcher.current
+    for rank in first.ranks if first is not None else ():
+        rank.copy_s = 14.0 if stuck else rank.copy_s
+        if late:
+            world.cluster.etcd.late(rank.node, 5.0)
+    if stuck or late:
+        await asyncio.sleep(rng.uniform(1.0, 6.0))
+        if launcher.successor is not None or launcher.lost or launcher.current is not first:
+            return
+    if first is not None:
+        first.stubborn = True
+    launcher.successor = second = launcher.launch(takeover=True)
+    joined = asyncio.ensure_future(second.joined.wait())
+    await asyncio.wait((second.task, joined), timeout=60.0, return_when=asyncio.FIRST_COMPLETED)
+    joined.cancel()
+    for rank in first.ranks if first is not None and late else ():
+        world.cluster.etcd.late(rank.node, 0.0)
+    if restarts and node.name in world.living:
+        await world.stop_agent(node, keep_memory=True)
+        await asyncio.sleep(0.2)
+        world.start_agent(node)
+    await asyncio.sleep(fault.lasts_s)
+    if first is not None and first is launcher.current:
+        first.kill()
+
+
+async def roll_back(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
+    """A job is stopped, and started again from the oldest step that is committed."""
+    launcher = world.launchers[fault.chance % len(world.launchers)]
+    if launcher.current is not None:
+        launcher.roll_back()
+        await asyncio.sleep(fault.lasts_s)
+
+
+async def straggler(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """The ranks of a node stand still in the middle of their copies, longer than a lease, while
+    all others wait for their part; by chance a machine that holds shards is lost meanwhile."""
+    launcher = world.launchers[fault.chance % len(world.launchers)]
+    ranks = launcher.current.ranks if launcher.current is not None else []
+    slow = [rank for rank in ranks if rank.node == (node.name, ranks[0].node)[fault.chance % 2]]
+    for rank in slow:
+        rank.copy_s = 14.0 + fault.lasts_s / 2
+    for _ in range(100):
+        if any(rank.copying for rank in slow):
+            break
+        await asyncio.sleep(0.1)
+    else:
+        return
+    others = [name for name in world.living if name not in [rank.node for rank in ranks]]
+    await asyncio.sleep(1.0)
+    for rank in slow:
+        rank.copy_s = 0.05
+    if others and fault.chance % 3:
+        lost = world.cluster.nodes[others[fault.chance % len(others)]]
+        await crash_lose(world, lost, replace(fault, lasts_s=30.0))
+    else:
+        await asyncio.sleep(fault.lasts_s)
+
+
+# -- ledger ---------------------------------------------------------------------------------------
+
+
+async def ambiguous(world: HasWorld, _node: FakeNode, _fault: Fault) -> None:
+    """The next transaction of every agent gets no answer; half of them happened."""
+    for name in world.living:
+        world.cluster.etcd.ambiguous_next(name)
+
+
+async def late_transactions(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
+    """What is sent to the ledger is carried out some seconds later, when nobody waits for it."""
+    for name in list(world.cluster.nodes):
+        world.cluster.etcd.late(name, 4.0)
+    await asyncio.sleep(fault.lasts_s / 2)
+    for name in list(world.cluster.nodes):
+        world.cluster.etcd.late(name, 0.0)
+
+
+async def ledger_outage(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
+    """Nobody reaches the ledger for a while."""
+    for name in list(world.cluster.nodes):
+        world.cluster.etcd.unavailable(name, fault.lasts_s)
+    await asyncio.sleep(fault.lasts_s)
+
+
+async def ttl_reset(world: HasWorld, _node: FakeNode, _fault: Fault) -> None:
+    """The ledger's leader changes: all leases begin anew."""
+    world.cluster.etcd.expire_all_ttl_reset()
+
+
+async def stale_reads(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """A node's watches are served by a member that lags: what it reads there is seconds old."""
+    world.cluster.etcd.lag(node.name, Random(fault.chance).uniform(0.5, 6.0))
+    await asyncio.sleep(fault.lasts_s)
+    world.cluster.etcd.heal()
+
+
+async def compact(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """The ledger forgets its history while a node cannot follow it."""
+    world.cluster.cut_from_ledger(node.name)
+    await asyncio.sleep(fault.lasts_s)
+    etcd = world.cluster.etcd
+    if etcd.revision > etcd.compacted:
+        etcd.compact(etcd.revision)
+    world.cluster.heal()
+
+
+async def ledger_wiped(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
+    """An empty ledger stands in the place of the old one; later an operator rebuilds it."""
+    world.cluster.etcd.wipe()
+    await _rebuild(world, fault)
+
+
+async def ledger_rolled_back(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
+    """The ledger is set back to a backup of some while ago; later an operator rebuilds it."""
+    etcd = world.cluster.etcd
+    etcd.rollback(max(etcd.compacted + 1, etcd.revision - 5 - fault.chance % 60))
+    await _rebuild(world, fault)
+
+
+async def _rebuild(world: HasWorld, fault: Fault) -> None:
+    """`p2pckpt ledger rebuild` of every job, from any node, again until there is nothing to do."""
+    await asyncio.sleep(fault.lasts_s)
+    left = [launcher.training.job for launcher in world.launchers]
+    for attempt in range(REBUILD_TRIES):
+        for job in list(left):
+            node = world.cluster.nodes[world.living[attempt % len(world.living)]]
+            try:
+                reply = await node.trainer().call(w.RebuildCall(job))
+            except CheckpointError as e:
+                world.cluster.log.add("operator", "rebuild.later", {"job": job, "why": repr(e)})
+                continue
+            assert isinstance(reply, w.RebuildReply)
+            facts = {"job": job, "problem": reply.problem, "steps": list(reply.steps)}
+            world.cluster.log.add("operator", "rebuild", facts)
+            asked_all = attempt > len(world.living)
+            if not reply.problem or ("nothing to rebuild" in reply.problem and asked_all):
+                left.remove(job)
+            elif "no living agent has a copy" in reply.problem and asked_all:
+                await _clean(world, node, job)
+                left.remove(job)
+        if not left:
+            return
+        await asyncio.sleep(2.0)
+
+
+async def _clean(world: HasWorld, node: FakeNode, job: str) -> None:
+    """The job had not committed anything: `p2pckpt job clean`, while no trainer lives."""
+    for launcher in world.launchers:
+        if launcher.training.job == job:
+            launcher.checkers.forgotten()
+            launcher.end()
+    try:
+        reply = await node.trainer().call(w.CleanCall(job, dry_run=False))
+    except CheckpointError as e:
+        world.cluster.log.add("operator", "clean.failed", {"job": job, "why": repr(e)})
+    else:
+        world.cluster.log.add("operator", "clean", {"job": job, "reply": reply})
+
+
+# -- object store ---------------------------------------------------------------------------------
+
+
+async def bucket_outage(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
+    """The object store does not answer for a while."""
+    if (bucket := world.cluster.bucket) is not None:
+        bucket.outage(fault.lasts_s)
+        await asyncio.sleep(fault.lasts_s)
+
+
+async def bucket_slow(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
+    """The object store is slower than training saves."""
+    if (bucket := world.cluster.bucket) is not None:
+        fast = bucket.bytes_per_s
+        bucket.slow(2e3)
+        await asyncio.sleep(fault.lasts_s)
+        bucket.slow(fast)
+
+
+async def bucket_errors(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
+    """The object store does what it is asked, and says that it failed."""
+    if (bucket := world.cluster.bucket) is not None:
+        bucket.error_after_the_fact(3)
+        await asyncio.sleep(fault.lasts_s)
+        bucket.error_after_the_fact(0)
+
+
+async def bucket_damage(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
+    """Objects rot, lose their end, or go."""
+    bucket, rng = world.cluster.bucket, Random(fault.chance)
+    if bucket is None:
+        return
+    for name in rng.sample(sorted(bucket.objects), min(2, len(bucket.objects))):
+        length = len(bucket.objects[name])
+        match rng.randrange(3):
+            case 0 if length:
+                bucket.flip(name, rng.randrange(length), rng.randrange(8))
+            case 1:
+                bucket.truncate(name, length // 2)
+            case _:
+                bucket.lose(name)
+
+
+SHOCKS: dict[str, Strike] = {
+    f.__name__: f
+    for f in (
+        rack_lost,
+        switch_dead,
+        power_blinks,
+        power_lost,
+        second_launch,
+        takeover,
+        roll_back,
+        straggler,
+        share_rots,
+        ambiguous,
+        late_transactions,
+        ledger_outage,
+        ttl_reset,
+        stale_reads,
+        compact,
+        ledger_wiped,
+        ledger_rolled_back,
+        bucket_outage,
+        bucket_slow,
+        bucket_errors,
+        bucket_damage,
+    )
+}
+"""By name, as options and results name them."""

@@ -1,0 +1,28 @@
+"""Nouns of the simulated trainings: a job as its launcher knows it, and a save that was due."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Training:
+    """One job: how many ranks it has, what it saves, and how long it runs."""
+
+    job: str
+    first_node: int
+    ranks: int
+    layout: str
+    keep_last: int
+    every: int
+    saves: int
+    quiet_saves: int
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Due:
+    """A save that was due, and when rank 0 began it."""
+
+    at_s: float
+    attempt_key: str

@@ -1,0 +1,202 @@
+"""Stories that seeds of the world told first: each is what a campaign found, and must hold now.
+
+Three ranks on n0 to n2 and two more nodes; layout rs:2,1. The seed that found it stands with each;
+what it draws may change, the story does not.
+"""
+
+import asyncio
+
+import pytest
+from stage import JOB, play, until
+
+from p2pckpt import records as r
+from p2pckpt.agent.context import RETRY_S
+from p2pckpt.errors import CheckpointError, GenerationHeld
+
+THREE = ("n0", "n1", "n2")
+
+
+def joins(stage):
+    return [e.key for e in stage.etcd.list(r.JobKeys(JOB).root + "join/").entries]
+
+
+def test_the_join_of_a_dead_rank_goes_with_it():
+    """Seed 2. A rank dies while its launch waits for others: its agent, which was asking for it,
+    must not announce it again. An hour later no join is left for a launch that will never be."""
+
+    async def story(stage):
+        half = stage.form(*THREE[:2], world=3)
+        joining = asyncio.gather(*(k.join() for k in half.ranks), return_exceptions=True)
+        await until(lambda: len(joins(stage)) == 2)
+        await asyncio.sleep(0.3)
+        half.kill()
+        await joining
+        await asyncio.sleep(30.0)
+        assert joins(stage) == []
+
+    for seed in range(1, 6):
+        play(story, seed=seed)
+
+
+def test_a_launch_that_is_refused_leaves_no_join():
+    """Seed 4. A second launch finds the first alive, and is told so; its join is gone at once."""
+
+    async def story(stage):
+        first = await stage.launch(*THREE)
+        second = stage.form(*THREE)
+        with pytest.raises(GenerationHeld, match="takeover=True"):
+            await second.join()
+        second.kill()
+        await asyncio.sleep(5.0)
+        assert joins(stage) == []
+        await first.saved(1)
+
+    play(story)
+
+
+def test_after_a_rebuild_what_was_open_takes_no_slot():
+    """Seed 6. Rank 0 had a save open when the ledger was wiped. Its bytes are kept, since nobody
+    can know its outcome; but the rank has its slots again, and saves commit."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        await launch.ranks[0].write(launch.ordinal, 2)
+        await asyncio.sleep(2.0)
+        stage.etcd.wipe()
+        await asyncio.sleep(20.0)
+        assert (await stage.rebuild("n1")).problem == ""
+        await asyncio.sleep(15.0)
+        launch = await launch.again()
+        assert await launch.restore() == 1
+        await launch.saved(2, 3, 4)
+        kept = [(n, h) for n, h in stage.held(r.FileKind.SLOT, 2) if h.attempt.generation == 1]
+        assert [n for n, _ in kept] == ["n0"]
+
+    play(story)
+
+
+@pytest.mark.parametrize("later_s", [0.0, 0.001, 0.01, 0.1])
+def test_a_ledger_that_is_lost_right_after_a_commit_is_remembered(later_s):
+    """Seed 25. keep_last is 1: step 2 commits, step 1 is retired, and at that moment the ledger is
+    wiped. Whoever lets step 1 go has a copy of step 2's record, so a rebuild finds one of both."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)  # and at once the next one
+
+        def lose():
+            asyncio.get_running_loop().call_later(later_s, stage.etcd.wipe)
+
+        stage.at("note.retired", lose)
+        await launch.begin(2)
+        await until(lambda: stage.events("fault.ledger.wipe"))
+        launch.kill()
+        await asyncio.sleep(20.0)
+        reply = await stage.rebuild("n1")
+        assert reply.problem == "", reply
+        assert set(reply.steps) & {1, 2}
+        await asyncio.sleep(15.0)
+        launch = await launch.again()
+        assert await launch.restore() in reply.steps
+
+    play(story)
+
+
+def test_an_agent_that_froze_by_what_it_read_of_members_notices_the_rebuild():
+    """Seed 25. The ledger was wiped while nothing went on, so agents noticed by the revision of a
+    listing of members alone. A rebuild ends their freeze within a moment, with nobody asking."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1, 2, 3)
+        await asyncio.sleep(30.0)
+        stage.etcd.wipe()
+        await asyncio.sleep(20.0)
+        assert all(agent.jobs[JOB].ctx.frozen for agent in stage.agents.values())
+        assert (await stage.rebuild("n3")).problem == ""
+        await asyncio.sleep(10 * RETRY_S)
+        frozen = {n: agent.jobs[JOB].ctx.frozen for n, agent in stage.agents.items()}
+        assert not any(frozen.values()), frozen
+        with pytest.raises(CheckpointError):
+            await launch.begin(4)  # of a generation that is over
+
+    play(story)
+
+
+def test_what_a_repair_brought_goes_with_a_step_that_was_retired_meanwhile():
+    """Seed 51. n3 had an own copy to bring for a repair, and while it did the next step committed
+    and the old one was retired and freed. What came after that was followed by nobody: a slot of
+    the rank was gone for good, and with keep_last 1 no save had one any more."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        await asyncio.sleep(5.0)
+        launch.kill()
+        stage.crash("n1")
+        slow = dict.fromkeys(stage.agents, 20000.0)
+        for name, bytes_per_s in slow.items():
+            stage.net.slow(name, bytes_per_s)
+        await until(lambda: stage.events("message.sent") and begun(stage))
+        for name in slow:
+            stage.net.slow(name, 50e6)
+        launch = await stage.launch("n0", "n3", "n2")
+        assert await launch.restore() == 1
+        await launch.saved(2, 3, 4)
+        await asyncio.sleep(60.0)
+        assert {h.attempt.step for _, h in stage.held()} == {4}
+        tracked = [len(agent.jobs[JOB].ctx.tracked) for agent in stage.agents.values()]
+        assert max(tracked) <= 1
+
+    def begun(stage):
+        return [
+            1
+            for agent in stage.agents.values()
+            for h in agent.home.holdings.of_job(JOB)
+            if h.kind is r.FileKind.SLOT and not h.whole
+        ]
+
+    play(story)
+
+
+def test_a_save_that_no_agent_saw_does_not_hold_the_floor():
+    """Seed 210. The agent of the only rank was away when a save was due, so the attempt was never
+    opened and has no outcome. A hundred saves later the ledger has not grown."""
+
+    async def story(stage):
+        launch = await stage.launch("n0")
+        await launch.saved(1, 2)
+        launch.ordinal += 1  # step 3: nobody answered
+        for step in range(4, 104):
+            await launch.saved(step)
+        await asyncio.sleep(10.0)
+        assert len(stage.state().outcomes) < 90
+        assert stage.state().floor > "0000000001.0000000003"
+
+    play(story)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.2, 0.6, 1.1, 2.3])
+def test_who_learns_of_wipe_and_rebuild_at_once_does_not_freeze_for_it(after_s):
+    """Seed 223. The ledger was wiped and rebuilt before some agents had read anything: they accept
+    the new one, and then read of members at a lower revision than ever. That is no second loss."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(*range(1, 9))
+        await asyncio.sleep(20.0)
+        launch.kill()
+        await asyncio.sleep(5.0)
+        stage.etcd.wipe()
+        await asyncio.sleep(after_s)
+        while (await stage.rebuild("n1")).problem:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(60.0)
+        frozen = {n: agent.jobs[JOB].ctx.frozen for n, agent in stage.agents.items()}
+        assert not any(frozen.values()), frozen
+        launch = await launch.again()
+        assert await launch.restore() == 8
+        await launch.saved(9)
+
+    play(story)
