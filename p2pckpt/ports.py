@@ -12,11 +12,13 @@ come out. `asyncio.get_running_loop().time()` is the only clock; it is virtual i
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from p2pckpt.records import FileRecord, Member, Record
+from p2pckpt.telemetry import Telemetry
 
 T = TypeVar("T")
 
@@ -513,3 +515,9 @@ class Doors:
     """Told of every step the agent takes: telemetry in production, the event log in the world."""
     objects: ObjectStore | None = None
     """Where every Nth committed step goes; None: nowhere."""
+    telemetry: Telemetry = field(default_factory=lambda: Telemetry(_loop_time))
+    """Counters, gauges and stage times of this start of the agent."""
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()

@@ -39,8 +39,11 @@ SILENT_WAIT_S = 0.2
 ends that. A living agent answers within milliseconds what needs no slot and no ledger."""
 JOIN_SLICE_S = 10.0
 """How often a launch that forms says what it waits for."""
-ASIDE_WAIT_S, ASIDE_EVERY_S = 1.0, 1.0
-"""What the loop tells the agent beside saves takes so long at most, and so long a pause after."""
+ASIDE_WAIT_S = 1.0
+"""What the loop tells the agent beside saves takes so long at most."""
+ASIDE_PAUSE_S, ASIDE_PAUSE = 1.0, 9.0
+"""After a failure the next try has to wait: so long, and so many times what the failure took. An
+agent that hangs costs the loop a tenth of its time, at most."""
 
 _log = logging.getLogger("p2pckpt")
 
@@ -106,24 +109,25 @@ class Seat:
         try:
             return self._ask(request, timeout_s)
         except NotSeated:
-            self._sit(self._ask(self._rejoin, CALL_TIMEOUT_S))
+            self._sit(self._ask(self._rejoin, timeout_s))
             return self._ask(request, timeout_s)
 
     def aside(self, request: r.Record, again_s: float = 0.0) -> r.Record | None:
         """Tell the agent something between saves; None if it was not heard.
 
-        The same kind again is not sent before ``again_s``, or ASIDE_EVERY_S after a failure.
+        The same kind again is not sent before ``again_s``; after a failure, see ASIDE_PAUSE.
         """
-        kind = type(request).__name__
-        if self.closed or time.monotonic() < self._aside_at.get(kind, 0.0):
+        begun, kind = time.monotonic(), type(request).__name__
+        if self.closed or begun < self._aside_at.get(kind, 0.0):
             return None
         try:
-            reply = self.call(request, min(ASIDE_WAIT_S, self.patience_s))
+            reply = self.call(request, ASIDE_WAIT_S)
         except CheckpointError as e:
-            self._aside_at[kind] = time.monotonic() + ASIDE_EVERY_S
+            now = time.monotonic()
+            self._aside_at[kind] = now + max(ASIDE_PAUSE_S, ASIDE_PAUSE * (now - begun))
             self.trouble(kind, e)
             return None
-        self._aside_at[kind] = time.monotonic() + again_s
+        self._aside_at[kind] = begun + again_s
         return reply
 
     @contextmanager

@@ -31,7 +31,7 @@ from simulations.contents import (
     Snapshots,
     content,
     find,
-    find_share,
+    gains,
     whole_files,
 )
 from simulations.lives import Life, Lives
@@ -138,26 +138,9 @@ class Checkers:
             self._saw(attempt, Life.SENT)
         kept = self._kept(attempt)
         if whole and kept is not None:  # a repair, or what a restore brought
-            self._on_whole(kept, record)
-
-    def _on_whole(self, kept: Kept, record: r.FileRecord) -> None:
-        """A committed step got a file more; one share tells mostly that all have no more yet."""
-        slot, of_rank = record.kind is r.FileKind.SLOT, kept.snapshots.of_rank
-        shares = (
-            of_rank.get(record.part) if slot else None,
-            *(s for s in kept.snapshots.shares if not slot and s.node == record.owner),
-        )
-        for share in (s for s in (*shares, kept.weakest) if s is not None):
-            found = find_share(kept.snapshots, share, self._shelf)
-            if not slot and share.node == record.owner and found.full:
-                self._check_place(kept.commit.attempt.step, found)
-            if found.survives < kept.survives:
-                kept.weakest = share
-                return
-        weakest = min(self.find(kept), key=lambda f: f.survives)
-        kept.weakest = weakest.share
-        if weakest.survives >= kept.survives:
-            kept.survives, kept.hit = weakest.survives, {}
+            found = gains(kept, record, self._shelf)
+            if found is not None and found.full and record.kind is r.FileKind.SHARD:
+                self._check_place(attempt.step, found)
 
     def _give_up(self, node: str, file: str, how: str) -> None:
         """Rule 5."""
@@ -285,7 +268,7 @@ class Checkers:
 
     def _check_place(self, step: int, found: Found) -> None:
         """No two shards on a host, and no rack has more than the parity can replace."""
-        self.promises.placed(step, found, self.living if self.spread and self.calm else ())
+        self.promises.placed(step, found, self.living if self.spread else ())
 
     def _check_bytes(self, kept: Kept) -> None:
         """Rule 7: what a committed file has, nobody writes any more."""

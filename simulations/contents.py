@@ -91,9 +91,14 @@ class Snapshots:
     def _ranks(self) -> dict[str, tuple[int, ...]]:
         return {share.node: share.ranks for share in self.shares}
 
+    def share_of(self, record: r.FileRecord) -> r.SealedShare | None:
+        """The share of which a file has a part."""
+        if record.kind is r.FileKind.SLOT:
+            return self._of_rank.get(record.part)
+        return next((share for share in self.shares if share.node == record.owner), None)
+
     @cached_property
-    def of_rank(self) -> dict[int, r.SealedShare]:
-        """The share that has a rank."""
+    def _of_rank(self) -> dict[int, r.SealedShare]:
         return {rank: share for share in self.shares for rank in share.ranks}
 
 
@@ -243,4 +248,26 @@ def find_share(
         if node not in left_out and snapshots.is_right(record, image):
             where = found.slots if record.kind is r.FileKind.SLOT else found.shards
             where.setdefault(record.part, []).append(node)
+    return found
+
+
+def gains(kept: Kept, record: r.FileRecord, shelf: Shelf) -> Found | None:
+    """A committed step has a file more: what it can lose from now on, and its share.
+
+    All shares are looked at only if neither this one nor the one that was weakest can lose less
+    than the step could before.
+    """
+    share = kept.snapshots.share_of(record)
+    if share is None:
+        return None
+    found = find_share(kept.snapshots, share, shelf)
+    seen = [found]
+    if kept.weakest is not None:
+        seen.append(find_share(kept.snapshots, kept.weakest, shelf))
+    if all(one.survives >= kept.survives for one in seen):
+        seen = find(kept.snapshots, shelf)
+    weakest = min(seen, key=lambda one: one.survives)
+    kept.weakest = weakest.share
+    if weakest.survives >= kept.survives:
+        kept.survives, kept.hit = weakest.survives, {}
     return found

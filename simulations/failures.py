@@ -79,6 +79,22 @@ def plan(seed: int, faults: Sequence[str], span_s: float) -> list[Fault]:
     ]
 
 
+def from_trace(seed: int, absences: Sequence[tuple[float, float]], span_s: float) -> list[Fault]:
+    """The faults of a trace: a machine is lost from each of these moments on, another one comes at
+    the other; both are shares of `span_s`. Which machine, the seed says."""
+    rng = Random(f"trace {seed}")
+    return [
+        Fault(
+            at_s=span_s * gone,
+            what="crash_lose",
+            pick=rng.random(),
+            lasts_s=span_s * (back - gone),
+            chance=rng.getrandbits(32),
+        )
+        for gone, back in sorted(absences)
+    ]
+
+
 # -- nodes ----------------------------------------------------------------------------------------
 
 

@@ -95,8 +95,7 @@ def pull_s(links: Links, fleet: Fleet, wanted_bytes: float, nodes: Sequence[int]
     """The ``nodes`` pull ``wanted_bytes`` each from many donors: their NICs, their uplinks."""
     times = [wanted_bytes / nic_bytes_per_s(links)]
     for level, _ in links.uplinks:
-        size = dict(fleet.domains)[level]
-        most = max(Counter(node // size for node in nodes).values(), default=0)
+        most = max(Counter(fleet.domain(level, node) for node in nodes).values(), default=0)
         times.append(most * wanted_bytes / uplink_bytes_per_s(links, fleet, level))
     return max(times)
 

@@ -17,8 +17,14 @@ from typing import Any, Protocol
 
 from p2pckpt import records as r
 from p2pckpt.backends.inproc.cluster import FakeCluster
+from p2pckpt.backends.inproc.net import true_time
 from simulations.contents import Found, Kept, content
 
+GONE = ("crash_lose", "reboot", "rack_lost", "power_lost", "node_leaves", "node_joins")
+GONE += ("trainer_dies", "roll_back", "flip_memory", "flip_record", "share_rots")
+"""Faults under which whoever is there can be reached, and has room."""
+
+CLEAR_AFTER_S = 15.0
 DAMAGE = ("fault.bucket.flip", "fault.bucket.truncate", "fault.bucket.lose")
 
 
@@ -41,6 +47,7 @@ class Promises:
         self._closed: set[tuple[int, int]] = set()
         self._damaged: list[str] = []
         self._writers: dict[tuple[str, str], tuple[str, Writer]] = {}
+        self._disturbed, self._clear_at = 0, 0.0
 
     # -- the ledger -------------------------------------------------------------------------------
 
@@ -82,7 +89,7 @@ class Promises:
 
     def placed(self, step: int, found: Found, living: Sequence[str]) -> None:
         """Rule 1: no two shards on a host, and, if the racks of those who are ``living`` suffice
-        for it, none of them has more than the parity can replace."""
+        for it and all of them can be reached, none has more than the parity can replace."""
         nodes = self.cluster.nodes
         owner = (found.owners or [found.share.node])[0]
         holders = [next((n for n in names if n != owner), owner) for names in found.shards.values()]
@@ -95,7 +102,8 @@ class Promises:
         most, allowed = max(map(racks.count, racks), default=0), max(1, found.layout.m)
         room = [self._rack(n) for n in living if self._rack(n) != self._rack(owner)]
         suffice = sum(min(room.count(rack), allowed) for rack in set(room))
-        if most > allowed and suffice >= found.layout.shards:
+        clear = self._disturbed == 0 and true_time() >= self._clear_at
+        if clear and most > allowed and suffice >= found.layout.shards:
             self.object(f"step {step}: {most} shards of {found.share.node} in one rack: {racks}")
 
     def _rack(self, node: str) -> str:
@@ -118,7 +126,10 @@ class Promises:
         self, who: str, what: str, facts: Mapping[str, Any], known: Iterable[r.Offloaded]
     ) -> None:
         """An event of the object store or the ledger. ``known``: offloads that there ever were."""
-        if what in DAMAGE:
+        if what in ("fault", "fault.over") and facts["what"] not in GONE:
+            self._disturbed += 1 if what == "fault" else -1
+            self._clear_at = true_time() + CLEAR_AFTER_S
+        elif what in DAMAGE:
             self._damaged.append(facts["name"])
         elif what in ("fault.ledger.wipe", "fault.ledger.rollback"):
             self.forget()

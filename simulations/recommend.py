@@ -22,7 +22,7 @@ import numpy as np
 from p2pckpt.save.schedule import FLAT
 from simulations.hazards import cause_rates
 from simulations.plan import Plan, placed, prepare
-from simulations.scenario import Cause, Fate, Fleet, Scenario
+from simulations.scenario import LEFT_OUT, Cause, Fate, Fleet, Scenario
 from simulations.schemes import Pieces, parse
 
 MARGIN = 1
@@ -109,24 +109,32 @@ def _option(scenario: Scenario, name: str) -> Option:
 def margin_of(fleet: Fleet, where: Pieces) -> tuple[int, str]:
     """The most nodes that may be lost beside any one domain, and the level that allows fewest.
 
-    An owner in the lost domain D may lose slack - |row in D| more; one outside is itself one of
-    the nodes, and then as many more. Only domains that placement knows are looked at.
+    An owner in the lost domain D may lose slack - |row in D| more; one outside is safe while it
+    lives, so it is itself one of the nodes, and then as many more. Only domains that placement knows are looked at, and only
+    levels with two of them: what takes everything is not for a layout to survive. Nodes without a
+    label at a level count as one domain there.
     """
     found: list[tuple[int, str]] = []
-    for level in ("node", *(level for level, _ in fleet.domains if fleet.labelled)):
-        size = 1 if level == "node" else dict(fleet.domains)[level]
+    for level in ("node", *_known(fleet)):
         least = min(
-            _owner_margin(owner, row, slack, size)
+            _owner_margin(fleet, level, (owner, *row), slack)
             for owner, (row, slack) in enumerate(zip(where.rows, where.slack, strict=True))
         )
         found.append((max(-1, least), level))
     return min(found, key=lambda pair: pair[0])
 
 
-def _owner_margin(owner: int, row: tuple[int, ...], slack: int, size: int) -> int:
-    held = Counter(node // size for node in row)
-    own = held.pop(owner // size, 0)
-    return min(slack - own, slack - max(held.values(), default=0) + 1)
+def _known(fleet: Fleet) -> list[str]:
+    """Levels at which placement knows two domains or more."""
+    levels = [level for level, _ in fleet.domains if fleet.labelled]
+    return [level for level in levels if len(fleet.members(level)) > 1]
+
+
+def _owner_margin(fleet: Fleet, level: str, nodes: tuple[int, ...], slack: int) -> int:
+    domains = nodes if level == "node" else [fleet.domain(level, node) for node in nodes]
+    held = Counter(domains[1:])
+    own = held.pop(domains[0], 0)
+    return min(slack - own, max(0, slack - max(held.values(), default=0) + 1))
 
 
 def spares_for(scenario: Scenario) -> int:
@@ -164,7 +172,7 @@ def _reasons(
     scenario: Scenario, chosen: Option, good: list[Option], spares: int
 ) -> tuple[str, ...]:
     plan = chosen.plan
-    known = [level for level, _ in scenario.fleet.domains if scenario.fleet.labelled]
+    known = _known(scenario.fleet)
     beside = " or ".join(("node", *known))
     keeps = (
         f"{chosen.name}: the least RAM of the {len(good)} layouts within {FLAT:.0%} of the best, "
@@ -189,11 +197,7 @@ def _nodes(count: int) -> str:
 
 def _warnings(scenario: Scenario, chosen: Option, spares: int) -> tuple[str, ...]:
     fleet, found = scenario.fleet, []
-    if not (fleet.labelled and fleet.domains):
-        found.append(
-            "no node has a label: what a rack, switch or power feed takes at once is not known, "
-            "and nothing can be placed against it; label the nodes"
-        )
+    found += _label_warnings(scenario)
     if chosen.margin < MARGIN:
         can = "not even that" if chosen.margin < 0 else f"it and {_nodes(chosen.margin)} beside it"
         found.append(
@@ -201,23 +205,47 @@ def _warnings(scenario: Scenario, chosen: Option, spares: int) -> tuple[str, ...
             f"best layout survives {can}: {fleet.nodes} nodes are too few, or in too few domains; "
             "keep the store's interval short"
         )
+    if chosen.plan.scheme.n + 1 == fleet.nodes:
+        found.append(
+            f"{chosen.name} needs all {fleet.nodes} nodes: while one is away, every save is "
+            "degraded, and survives less"
+        )
     if fleet.ram_bytes and chosen.ram_bytes > fleet.ram_bytes:
         found.append(
-            f"needs {chosen.ram_bytes / 1e9:.3g} GB of RAM on a node, it has "
-            f"{fleet.ram_bytes / 1e9:.3g} GB"
+            f"needs {_gb(chosen.ram_bytes)} of RAM on a node, it has {_gb(fleet.ram_bytes)}"
         )
     if not scenario.links.s3_bytes_per_s:
         found.append("there is no store: what is too deep for RAM is lost for good")
     if fleet.spares < spares:
-        found.append(f"{spares} spares are advised, there are {fleet.spares}: the job will wait")
+        found.append(f"spares: {spares} advised, {fleet.spares} there: the job will wait")
     return tuple(found)
+
+
+def _label_warnings(scenario: Scenario) -> list[str]:
+    """What nobody knows about what fails together."""
+    fleet, found = scenario.fleet, []
+    if not (fleet.labelled and fleet.domains):
+        found.append(
+            "no node has a label: what a rack, switch or power feed takes at once is not known, "
+            "nothing can be placed against it, and the store's interval does not count it; label "
+            "the nodes"
+        )
+    for level, _ in fleet.domains if fleet.labelled else ():
+        if len(fleet.members(level)) == 1:
+            found.append(f"all nodes are in one {level}: its loss takes all that is in RAM")
+        if lacking := fleet.nodes - sum(map(len, fleet.members(level))):
+            found.append(f"{lacking} of {fleet.nodes} nodes have no label for {level}")
+    unknown = [f"{note.value} ({note.text})" for note in scenario.notes if note.key == LEFT_OUT]
+    if unknown and fleet.domains:
+        found.append(f"not counted, so losses are too few: {'; '.join(unknown)}")
+    return found
 
 
 def text(advice: Advice) -> str:
     """For people."""
     chosen = advice.chosen
     plan, node = chosen.plan, advice.scenario.node_bytes
-    store = f"every {plan.every * plan.interval_s:.4g} s" if plan.every else "none"
+    store = f"every {_span(plan.every * plan.interval_s)}" if plan.every else "none"
     store += f", one snapshot in {plan.every}" if plan.every > 1 else ""
     low, high = plan.schedule.ram.flat_s
     lines = [
@@ -225,12 +253,12 @@ def text(advice: Advice) -> str:
         "",
         f"layout      {chosen.name}",
         "placement   domain-aware",
-        f"interval    {plan.interval_s:.3g} s; as good from {low:.3g} s to {high:.3g} s",
+        f"interval    {_span(plan.interval_s)}; as good from {_span(low)} to {_span(high)}",
         f"store       {store}",
         f"spares      {advice.spares}",
-        f"RAM         {chosen.ram_bytes / 1e9:.3g} GB a node: 2 versions of {node / 1e9:.3g} GB, "
+        f"RAM         {_gb(chosen.ram_bytes)} a node: 2 versions of {_gb(node)}, "
         f"and {plan.scheme.ram:.3g} times as much for others",
-        f"network     {plan.scheme.sent * node / 1e9:.3g} GB sent by a node for each save",
+        f"network     {_gb(plan.scheme.sent * node)} sent by a node for each save",
         "",
         "why",
         *(f"  {reason}" for reason in advice.reasons),
@@ -243,10 +271,29 @@ def text(advice: Advice) -> str:
         mark = "->" if option is chosen else "  "
         lines.append(
             f"{mark}{option.name:9} {option.margin:5}  {option.weakest:6}  {option.overhead:8.3%}"
-            f"  {option.ram_bytes / 1e9:6.3g} GB  {option.plan.scheme.sent:.3g} x"
+            f"  {_gb(option.ram_bytes):>9}  {option.plan.scheme.sent:.3g} x"
         )
+    lines += [
+        "",
+        "margin: nodes that may be lost beside any whole domain; beside: the level that allows",
+        "fewest; -1: some domain alone is too much. RAM: own copies included. sent: for each save,",
+        "in snapshots of a node.",
+    ]
     lines += ["", *(f"WARNING: {warning}" for warning in advice.warnings)]
     return "\n".join(lines).rstrip()
+
+
+def _gb(count: float) -> str:
+    """Bytes for people."""
+    return f"{count / 1e9:.3g} GB" if count < 1e12 else f"{count / 1e9:,.0f} GB"
+
+
+def _span(seconds: float) -> str:
+    """A time for people."""
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def document(advice: Advice) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A trace drives the model: the failures of a file instead of those of a failure process.
+"""A trace drives the model, or the world: the failures of a file instead of those of a process.
 
 Intuition: the losses of a trace come when they came, as many nodes at once as there were; which
 nodes they were, and of which cause, is not in the file and is drawn. So one trace gives many runs,
@@ -7,11 +7,13 @@ whose spread says how much of the answer is luck of the nodes.
 Contract: `drive` runs every scheme on the same histories, for as long as the trace is, with the
 trace's own MTBF: the decider knows what the job will meet. The scenario's own failure processes
 stand still; its causes, stages, links and spares hold. Raises UsageError for a trace without a
-loss, ConfigError where the fleet is smaller than a loss.
+loss, ConfigError where the fleet is smaller than a loss. `absences` gives the world, which lasts
+minutes and has few nodes, some losses of a trace in a row, in its own time and size.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,9 @@ from simulations.scenario import Scenario
 from simulations.schemes import parse
 from simulations.statistics import Estimate, mean
 from simulations.traces import Trace
+
+EDGE = 0.05
+"""Share of the world's time before the first loss and after the last."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,36 @@ def drive(
         outcomes = [run(plan, history) for history in histories]
         found.append(_driven(plan.scheme.name, plan.interval_s, outcomes))
     return found
+
+
+def absences(trace: Trace, nodes: int, losses: int) -> tuple[tuple[float, float], ...]:
+    """The first nodes that were lost, up to ``losses`` of them: (gone, back), each.
+
+    Times are shares of the time from the first loss to the last, gaps as they were; a node that
+    was not back by then is back at 1. Who was gone first is back first. Of a trace of more than
+    ``nodes`` as many go at once as are the same share of ``nodes``, and at least one. Raises
+    UsageError where the trace has no loss.
+    """
+    size = min(1.0, nodes / trace.most) if trace.most else 1.0
+    waiting: deque[int] = deque()
+    gone: list[float] = []
+    back: dict[int, float] = {}
+    for event in trace.events:
+        lost = min(max(1, round(event.lost * size)), losses - len(gone)) if event.lost else 0
+        for _ in range(lost):
+            waiting.append(len(gone))
+            gone.append(event.at_s)
+        for _ in range(max(1, round(event.returned * size)) if event.returned else 0):
+            if waiting:
+                back[waiting.popleft()] = event.at_s
+    if not gone:
+        raise UsageError(f"trace {trace.name}: no node was lost in it")
+    span_s = max(gone[-1] - gone[0], 1.0)
+
+    def share(at_s: float) -> float:
+        return min(1.0, EDGE + (1 - 2 * EDGE) * (at_s - gone[0]) / span_s)
+
+    return tuple((share(at_s), share(back[i]) if i in back else 1.0) for i, at_s in enumerate(gone))
 
 
 def _driven(name: str, interval_s: float, outcomes: Sequence[Outcome]) -> Driven:

@@ -16,7 +16,7 @@ UNREACHABLE: the RAM lives, nobody can read it, the node comes back after a whil
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -27,6 +27,8 @@ from topology import Cluster, Node
 
 YEAR_S = 365.25 * 86400.0
 DAY_S = 86400.0
+LEFT_OUT = "left out"
+"""Key of the notes that say which causes of failures are not counted."""
 BUNDLED = Path(__file__).parent / "scenarios"
 
 
@@ -83,7 +85,8 @@ class Hazards:
 class Fleet:
     """The machines: `domains` are (level, nodes in one domain), narrow to wide, by node number.
 
-    `labelled`: whether placement knows the domains; failures know them always.
+    `labelled`: whether placement knows the domains; failures know them always. `places`: a real
+    cluster, whose nodes and labels these are; then `domains` has the largest domain of each level.
     """
 
     nodes: int
@@ -92,14 +95,32 @@ class Fleet:
     labelled: bool = True
     spares: int = 0
     ram_bytes: float = 0.0
+    places: Cluster | None = None
 
-    def members(self, level: str) -> list[range]:
-        """Node numbers by domain of `level` ("node" included)."""
+    def members(self, level: str) -> list[Sequence[int]]:
+        """Node numbers by domain of `level` ("node" included); without a label: in none."""
+        if self.places is not None:
+            number = {node.name: i for i, node in enumerate(self.places.nodes)}
+            found = self.places.members(level).items()
+            return [[number[n] for n in names] for label, names in found if label is not None]
         size = 1 if level == "node" else dict(self.domains)[level]
         return [range(a, min(a + size, self.nodes)) for a in range(0, self.nodes, size)]
 
+    def domain(self, level: str, node: int) -> int:
+        """The number of a node's domain at `level`; -1 where it has no label."""
+        if self.places is None:
+            return node // dict(self.domains)[level]
+
+        def numbers() -> dict[int, int]:
+            found = enumerate(self.members(level))
+            return {inner: number for number, nodes in found for inner in nodes}
+
+        return self.places.derived(("numbers", level), numbers).get(node, -1)
+
     def cluster(self) -> Cluster:
         """As placement sees it; node i is the i-th by name."""
+        if self.places is not None:
+            return self.places
         levels = tuple(level for level, _ in self.domains) if self.labelled else ()
         sizes = dict(self.domains)
         return Cluster(

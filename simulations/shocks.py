@@ -116,7 +116,7 @@ async def second_launch(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
 
 async def takeover(world: HasWorld, node: FakeNode, fault: Fault) -> None:
     """A second launch takes the job over, and the first one's ranks live on, fenced off. By chance
-    they had been stuck in the middle of their copies, and an agent restarts meanwhile; or what
+    they had been stuck in the middle of their copies, and an agent is restarted before; or what
     their agents sent to the ledger comes there when the job is another one's."""
     rng = Random(fault.chance)
     launcher = world.launchers[fault.chance % len(world.launchers)]
@@ -130,6 +130,11 @@ async def takeover(world: HasWorld, node: FakeNode, fault: Fault) -> None:
             world.cluster.etcd.late(rank.node, 5.0)
     if stuck or late:
         await asyncio.sleep(rng.uniform(1.0, 6.0))
+        if restarts and node.name in world.living:
+            await world.stop_agent(node, keep_memory=True)
+            await asyncio.sleep(0.2)
+            world.start_agent(node)
+            await asyncio.sleep(1.0)
         if launcher.successor is not None or launcher.lost or launcher.current is not first:
             return
     if first is not None:
@@ -140,10 +145,6 @@ async def takeover(world: HasWorld, node: FakeNode, fault: Fault) -> None:
     joined.cancel()
     for rank in first.ranks if first is not None and late else ():
         world.cluster.etcd.late(rank.node, 0.0)
-    if restarts and node.name in world.living:
-        await world.stop_agent(node, keep_memory=True)
-        await asyncio.sleep(0.2)
-        world.start_agent(node)
     await asyncio.sleep(fault.lasts_s)
     if first is not None and first is launcher.current:
         first.kill()
@@ -229,10 +230,29 @@ async def compact(world: HasWorld, node: FakeNode, fault: Fault) -> None:
     world.cluster.heal()
 
 
-async def ledger_wiped(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
-    """An empty ledger stands in the place of the old one; later an operator rebuilds it."""
+async def ledger_wiped(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """An empty ledger stands in the place of the old one; later an operator rebuilds it. By chance
+    a job is started meanwhile on machines that just came, whom the others do not answer."""
     world.cluster.etcd.wipe()
+    if fault.chance % 2:
+        await _start_on_strangers(world, node, fault)
     await _rebuild(world, fault)
+
+
+async def _start_on_strangers(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    launcher = world.launchers[fault.chance % len(world.launchers)]
+    known, new = list(world.living), [world.spare_name(), world.spare_name()]
+    for name in new:
+        world.add_node(name, node.domains)
+    await asyncio.sleep(6.0)  # for all agents to be members again
+    for name in new:
+        for other in known:
+            world.cluster.partition(name, other)
+    launcher.left = known
+    launcher.end()
+    await asyncio.sleep(20.0 + fault.lasts_s)
+    launcher.left = []
+    world.cluster.heal()
 
 
 async def ledger_rolled_back(world: HasWorld, _node: FakeNode, fault: Fault) -> None:

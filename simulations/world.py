@@ -27,7 +27,7 @@ from p2pckpt.errors import UsageError
 from simulations import clock
 from simulations.checkers import Checkers
 from simulations.failures import FAULTS as OF_NODES
-from simulations.failures import Fault, Strike, plan
+from simulations.failures import Fault, Strike, from_trace, plan
 from simulations.launcher import Launcher
 from simulations.quiet import Quiet
 from simulations.shocks import SHOCKS
@@ -50,7 +50,8 @@ class Options:
 
     ``switches`` have the racks in turn; ``offload_every`` 0: no object store. ``quiet_saves``: due
     after the last fault is over. ``overlap``: a fault does not wait for the end of the one before.
-    ``checkers`` False: nobody looks, so that only crash and stuck can be found.
+    ``checkers`` False: nobody looks, so that only crash and stuck can be found. ``absences``: of a
+    trace, as `failures.from_trace` takes them, in place of the faults.
     """
 
     seed: int
@@ -69,6 +70,7 @@ class Options:
     offload_every: int = 0
     overlap: bool = False
     faults: tuple[str, ...] = ("crash_lose", "partition")
+    absences: tuple[tuple[float, float], ...] = ()
     checkers: bool = True
     limit_s: float = 2400.0
 
@@ -287,10 +289,13 @@ class World:
         options, loop = self.options, asyncio.get_running_loop()
         span_s = max(1, options.saves - options.quiet_saves) * options.every * options.step_s
         running: list[asyncio.Task[None]] = []
-        for fault in plan(options.seed, options.faults, span_s):
+        faults = plan(options.seed, options.faults, span_s)
+        if options.absences:
+            faults = from_trace(options.seed, options.absences, span_s)
+        for fault in faults:
             await asyncio.sleep(max(0.0, fault.at_s - loop.time()))
             running.append(asyncio.create_task(self._strike(fault), name=f"fault {fault.what}"))
-            if not options.overlap:
+            if not (options.overlap or options.absences):
                 await running[-1]
         for task in running:
             await task

@@ -200,13 +200,16 @@ class Cluster:
         domain is met more often, never in a row. With equal domains this is a plain round robin:
         position i lies in pod i mod P, switch (i div P) mod S, and so on, so whether two nodes
         share a domain depends on the distance between their positions alone. A node that comes or
-        goes moves the nodes of its narrowest domain only. Quotients of small integers are rounded
+        goes moves the nodes of its narrowest domain only. Levels that no node is labelled at change
+        nothing. Quotients of small integers are rounded
         alike on every machine, so the order is the same anywhere.
         """
         cells: dict[Path, list[Path]] = {}
+        used = {level for node in self.nodes for level, _ in node.domains}
+        levels = [level for level in reversed(self.levels) if level in used]
         for node in self.nodes:
             labels = dict(node.domains)
-            path = tuple(labels.get(level, "") for level in reversed(self.levels))
+            path = tuple(labels.get(level, "") for level in levels)
             cells.setdefault(path, []).append(node.seat)
         named = {node.seat: node.name for node in self.nodes}
         placed: list[tuple[float, int, str]] = []

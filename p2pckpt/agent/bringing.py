@@ -63,8 +63,9 @@ async def bring(home: Home, job: Fetching, kind: r.FileKind) -> tuple[Held, Fetc
         return holdings.region(taken[0], 0, size)
 
     try:
-        async with staging(home, job) as scratch:
-            fetched = await restore_rank(job, room, scratch)
+        with home.doors.telemetry.stage("bring"):
+            async with staging(home, job) as scratch:
+                fetched = await restore_rank(job, room, scratch)
     except BaseException:
         for held in taken:
             give_back(home, held)

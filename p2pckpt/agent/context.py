@@ -157,8 +157,7 @@ class JobContext:
             or newest.revision < truth.revision
         ):
             generation = truth.generation.number if truth.generation else 0
-            self.seen = r.LedgerSeen(self.job, truth.ledger_id, truth.revision, generation)
-            self.home.doors.arena.put_document(seen_name(self.job), pack(self.seen))
+            self._remember(r.LedgerSeen(self.job, truth.ledger_id, truth.revision, generation))
         self.proves(truth.revision, asked_at)
         return truth
 
@@ -166,15 +165,24 @@ class JobContext:
         """A linearizable read of records of this job, begun at `asked_at`, had this revision."""
         if revision > self.proven_revision or asked_at - self.proven_at > self.home.config.lease_s:
             self.proven_revision, self.proven_at = revision, asked_at
+        seen, generation = self.seen, self.state.generation
+        same = seen is not None and seen.ledger_id == self.state.ledger_id and not seen.back
+        if seen is not None and same and seen.revision < revision:
+            number = max(seen.generation, generation.number if generation else 0)
+            self._remember(structs.replace(seen, revision=revision, generation=number))
 
     def freeze(self, why: str) -> None:
         """The ledger is older than it was before: freeze, beyond a restart."""
         if self.seen is not None and not self.seen.back:
             self.frozen = f"the ledger went back: {why}"
             self._moved.set()  # the watch waits for revisions that may never come again
-            self.seen = structs.replace(self.seen, back=self.frozen)
-            self.home.doors.arena.put_document(seen_name(self.job), pack(self.seen))
+            self._remember(structs.replace(self.seen, back=self.frozen))
             self.note("frozen", why=self.frozen)
+
+    def _remember(self, seen: r.LedgerSeen) -> None:
+        """Beside the bytes, so that the next agent of this store knows it too."""
+        self.seen = seen
+        self.home.doors.arena.put_document(seen_name(self.job), pack(seen))
 
     def wake(self) -> None:
         """Let everybody who waits look again."""

@@ -51,6 +51,8 @@ class Held:
     doomed: bool = False
     bad: bool = False
     """Some byte is not what the manifest says: an erasure, though pieces of it may be right."""
+    doubted: bool = False
+    """Whoever used it found something wrong: it is to be read again before all others."""
     freed_at: int = 0
     """Count of takes when it became free."""
 
@@ -260,7 +262,7 @@ class Holdings:
             True,
             None,
         )
-        held.bad = False
+        held.bad = held.doubted = False
         if not held.doomed:
             self._arena.put_record(held.file, held.record())
         self._settle(held)

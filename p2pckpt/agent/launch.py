@@ -133,6 +133,8 @@ class Launches:
             if launch.trainers.get(call.rank) != trainer:  # refused or dead: so is its join
                 home.spawn("tell a death", self._tell(call.run_token, launch))
             raise
+        if launch.trainers.get(call.rank) != trainer:
+            raise NotJoined(f"job {ctx.job}, rank {call.rank}: it died when its launch stood")
         return launch
 
     def resume(
@@ -328,8 +330,11 @@ class Launches:
         mine = roster.find(home.node) if roster else None
         if roster is None or mine is None or mine[1].join_id != launch.join_id:
             return False
-        await self.report(roster.generation.number, launch.trainers)
+        told = dict(launch.trainers)
+        await self.report(roster.generation.number, told)
         launch.generation = roster.generation
+        if told != launch.trainers:  # who died meanwhile was told as living
+            await self.report(roster.generation.number, launch.trainers)
         await ctx.transact(Txn(deletes=(ctx.keys.join(launch.call.run_token, home.node),)))
         ctx.wake()
         return True

@@ -243,7 +243,8 @@ class Offloading:
         for rank in record.ranks:
             self.busy = attempt.key
             part = checked_part(manifest, rank.rank, holdings.view(slots[rank.rank]))
-            await self.objects.put(Upload(rank.name, rank.length, manifest.chunk_bytes, part))
+            with ctx.home.doors.telemetry.stage("offload", rank.length):
+                await self.objects.put(Upload(rank.name, rank.length, manifest.chunk_bytes, part))
             if not self._is_due(attempt):
                 return
         whole = Upload(record.manifest, len(packed), 1, lambda at, n: packed[at : at + n])

@@ -147,7 +147,8 @@ class Repairing:
             if repair.by == ctx.home.node:
                 facts = Facts(ctx.state, answers, (), {}, False)
                 sources = sources_of(repair.share, commit.attempt, facts)
-                whole &= await self.mend(commit, repair, sources, members)
+                with ctx.home.doors.telemetry.stage("repair"):
+                    whole &= await self.mend(commit, repair, sources, members)
         # What found no place now may find one later; at once when somebody comes or goes.
         again_s = math.inf if whole else AGAIN_S
         self.looked, self.again_at, self.noticed_at = picture, ctx.home.now() + again_s, None
@@ -335,6 +336,7 @@ class Repairing:
             work = partial(encode_rank, entry.rank, image, views, layout, manifest.chunk_bytes)
             again = await doors.workers.run(work, entry.length + layout.m * size)
             if again.tables != entry.tables:
+                slot.doubted = True
                 raise IntegrityError(f"slot of rank {entry.rank} differs from its manifest")
             for i in range(layout.k):
                 start = min(i * size, entry.length)

@@ -20,7 +20,7 @@ from p2pckpt.agent.bringing import bring, fetching, staging
 from p2pckpt.agent.bucket import offloaded_groups
 from p2pckpt.agent.closing import Ballot, over, see_closed
 from p2pckpt.agent.context import JobContext, Roster
-from p2pckpt.agent.deciding import decision_of, groups_of
+from p2pckpt.agent.deciding import check_current, decision_of, groups_of
 from p2pckpt.agent.gather import Gathering
 from p2pckpt.agent.holdings import Held, document_name
 from p2pckpt.errors import (
@@ -85,6 +85,7 @@ class Restoring:
             raise RestoreFailed(f"{failures} ballots failed; the last: {self._last(generation)}")
         asked_at = ctx.home.now()
         decision = await decision_of(ctx, roster, number, call.step)
+        check_current(ctx, generation.number)  # a rebuilt ledger has closings of such numbers too
         if (ended := ctx.state.closed.get((generation.number, number))) is not None:
             return self._answer(ended) if final(ended) else w.RestoreAgain(reason=ended.reason)
         assert decision is not None

@@ -217,8 +217,9 @@ async def retire(ctx: JobContext) -> None:
     while True:
         await ctx.until(wanted, None)
         led = _led(ctx)
-        if not led:
-            await ctx.until(lambda: not _due(ctx), OTHERS_AFTER_S + ctx.turn_s())
+        others_s = OTHERS_AFTER_S + ctx.turn_s()
+        if not led and await ctx.until(lambda: not _due(ctx), others_s):
+            continue  # somebody else did
         try:
             if led not in (0, swept):
                 await _sweep(ctx)

@@ -189,17 +189,20 @@ class Saving:
         stages: list[Held] = []
         try:
             roster = await self._roster(attempt)
-            sealed, manifest = await save_share(
-                [
-                    OwnSlot(rank, ctx.home.holdings.region(held), own.done[rank].meta)
-                    for rank, held in own.slots.items()
-                ],
-                self._origin(attempt, roster),
-                await self._crew(roster),
-                lambda size: self._stage(attempt, size, stages),
-                ctx.home.doors,
-                ctx.home.config,
-            )
+            slots = [
+                OwnSlot(rank, ctx.home.holdings.region(held), own.done[rank].meta)
+                for rank, held in own.slots.items()
+            ]
+            telemetry = ctx.home.doors.telemetry
+            with telemetry.stage("save", sum(done.length for done in own.done.values())):
+                sealed, manifest = await save_share(
+                    slots,
+                    self._origin(attempt, roster),
+                    await self._crew(roster),
+                    lambda size: self._stage(attempt, size, stages),
+                    ctx.home.doors,
+                    ctx.home.config,
+                )
             document = document_name(sealed.manifest_digest)
             ctx.home.doors.arena.put_document(document, pack(manifest))
             for held in own.slots.values():
@@ -210,7 +213,8 @@ class Saving:
             handing = ctx.home.spawn(f"hand in {attempt.key}", work)
             takeover_s = ctx.home.config.takeover_s
             await ctx.until(lambda: handing.done() or ctx.decided(attempt), takeover_s)
-            await settle(ctx, roster, attempt, own.lineage, handing)
+            with telemetry.stage("settle"):
+                await settle(ctx, roster, attempt, own.lineage, handing)
         except Exception as e:
             await ctx.abort(attempt, f"{ctx.home.node}: {type(e).__name__}: {e}")
             if not isinstance(e, CheckpointError):

@@ -2,7 +2,8 @@
 
 A bit that flips in RAM is found today only when somebody restores. So every file of a kept step
 is read against its manifest within `scrub_period_s`: the one that was read longest ago first, in
-parts, slowly, and not while a save or a restore is in flight, unless the period would be missed.
+parts, slowly, and not while a save or a restore is in flight, unless the period would be missed;
+one that repair stumbled over at once.
 A save or a receipt reads all bytes, so a file counts as read when it becomes WHOLE; a job that
 saves more often than that costs nothing here.
 
@@ -179,7 +180,8 @@ class Scrubbing:
         return self.home.now() - max(self._read_at.get(key, -math.inf), start)
 
     def _ages(self) -> dict[Key, float]:
-        return {key: self._age(key) for key in self._kept()}
+        kept = self._kept().items()
+        return {key: math.inf if held.doubted else self._age(key) for key, held in kept}
 
     async def _reread(self, key: Key) -> None:
         """One file, in parts, as slowly as the period allows."""
@@ -192,7 +194,7 @@ class Scrubbing:
             self._read_at[key] = begun
             return
         for part in parts_of(manifest, held.kind, held.part):
-            while self.busy() and self._age(key) < URGENT * period_s:
+            while self.busy() and self._age(key) < URGENT * period_s and not held.doubted:
                 await asyncio.sleep(PAUSE_S)
             if key not in self._whole():
                 return
@@ -204,7 +206,7 @@ class Scrubbing:
                 self._wound(ctx, held, part, wrong)
                 return
             await asyncio.sleep(part.length / self._bytes_per_s())
-        self._read_at[key] = begun
+        self._read_at[key], held.doubted = begun, False
 
     def _bytes_per_s(self) -> float:
         total = sum(held.length for held in self._whole().values())

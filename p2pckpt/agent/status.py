@@ -68,6 +68,7 @@ async def status(home: Home, jobs: Mapping[str, HasContext]) -> dict[str, Any]:
             for name, job in sorted(jobs.items())
             if _is_here(job.ctx)
         },
+        "telemetry": home.doors.telemetry.as_dict(),
     }
 
 
@@ -151,9 +152,11 @@ async def redundancy(ctx: JobContext, commit: r.Commit) -> dict[str, Any]:
         if gone or not whole:
             missing.append({"share": share.node, "shards": gone, "own_copy": bool(whole)})
     worst = worst_case(shares, cluster)
+    survivable = len(worst.domains) - 1
+    ctx.home.doors.telemetry.gauge("survivable_losses", survivable, ctx.job)
     return {
         "step": commit.attempt.step,
-        "survivable_node_losses": len(worst.domains) - 1,
+        "survivable_node_losses": survivable,
         "full": commit.layout.m + 1,
         "worst_case": worst.reason,
         "missing": missing,

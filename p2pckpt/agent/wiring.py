@@ -34,13 +34,22 @@ from p2pckpt.backends.workers import SystemIds, ThreadWorkers
 from p2pckpt.config import Config
 from p2pckpt.errors import CheckpointError, ConfigError
 from p2pckpt.ports import Doors, ObjectStore
+from p2pckpt.telemetry import Telemetry
 from p2pckpt.restore.fetch import OBJECT_STORE
 
 Notes = Callable[[str, dict[str, Any]], None]
 
 
-async def run_node(config: Config, socket: str, notes: Notes, stop: asyncio.Event) -> None:
-    """Run one node's agent until `stop` is set. ``socket``: where trainers find it."""
+async def run_node(config: Config, socket: str, tell: Notes, stop: asyncio.Event) -> None:
+    """Run one node's agent until `stop` is set. ``socket``: where trainers find it. ``tell`` hears
+    of every event, as the telemetry does.
+    """
+    telemetry = Telemetry(asyncio.get_running_loop().time)
+
+    def notes(what: str, facts: dict[str, Any]) -> None:
+        telemetry.note(what, facts)
+        tell(what, facts)
+
     if config.transport != "ucx":
         raise ConfigError(f"transport = {config.transport!r}: this release has 'ucx' only")
     async with AsyncExitStack() as stack:
@@ -77,6 +86,7 @@ async def run_node(config: Config, socket: str, notes: Notes, stop: asyncio.Even
             SystemIds(),
             notes,
             await _objects(config, stack),
+            telemetry,
         )
         agent = Agent(config, doors, member_of(config, arena.store_id))
         running = asyncio.create_task(agent.run(), name="agent")

@@ -86,7 +86,8 @@ class AgentLink:
             if wire.file_of(reply) is not None:
                 self._map(reply, descriptors)
             if isinstance(reply, wire.Joined):
-                self.release(self._board)
+                if self._board != reply.board:  # else `_map` has put the new file in its place
+                    self.release(self._board)
                 self._board = reply.board
             if isinstance(reply, wire.Slot) and reply.slots:
                 for file in self._mapped.keys() - {reply.file, self._board, *reply.slots}:

@@ -214,7 +214,7 @@ class EtcdServers:
         """
         end = time.monotonic() + self._options.healthy_s
         for member in members:
-            while not self._healthy(member):
+            while not self.healthy(member):
                 process = self._processes[member]
                 ended = process is None or process.poll() is not None
                 if ended or time.monotonic() > end:
@@ -222,7 +222,8 @@ class EtcdServers:
                     raise LedgerUnavailable(f"etcd member {member} {what}: {self._log_end(member)}")
                 time.sleep(0.02)
 
-    def _healthy(self, member: int) -> bool:
+    def healthy(self, member: int) -> bool:
+        """Does it say now that it is?"""
         port = self._ports[member].client
         try:
             with contextlib.closing(self._connection(port)) as connection:

@@ -28,7 +28,6 @@ from p2pckpt.backends.trainers import default_socket_paths
 from p2pckpt.cli.output import finish, json_option
 from p2pckpt.config import Config, Resolved, resolve
 from p2pckpt.errors import ConfigError
-from p2pckpt.telemetry import Telemetry
 
 CONFIG_FILE = "/etc/p2pckpt/agent.toml"
 
@@ -91,10 +90,8 @@ def agent(config_file: str | None, json_file: str | None, **flags: Any) -> None:
 
     config = read_config(config_file, flags).config
     socket = config.socket or socket_path(os.environ)
-    telemetry = Telemetry(time.monotonic)
 
     def notes(what: str, facts: dict[str, Any]) -> None:
-        telemetry.note(what, facts)
         line = json.dumps({"time": round(time.time(), 3), "event": what, **facts}, default=str)
         print(line, file=sys.stderr, flush=True)
 

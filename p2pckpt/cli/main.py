@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import click
 
 from p2pckpt.cli.agent import agent
+from p2pckpt.cli.chaos import chaos
 from p2pckpt.cli.config import config
 from p2pckpt.cli.demo import demo
 from p2pckpt.cli.doctor import doctor
@@ -90,7 +91,7 @@ EXAMPLES = {
     "drain": "p2pckpt drain node-7 --timeout-s 120",
     "preempt": "p2pckpt preempt --node --reason spot-notice",
     "save-now": "p2pckpt save-now --job gpt",
-    "plan-restart": "p2pckpt plan-restart --job gpt --format slurm-hostfile > hosts",
+    "plan-restart": "p2pckpt plan-restart --job gpt --format slurm-hostfile",
     "ledger rebuild": "p2pckpt ledger rebuild --job gpt --dry-run",
     "doctor": "p2pckpt doctor --layout rs:4,2",
     "config show": "p2pckpt config show --json",
@@ -104,7 +105,9 @@ EXAMPLES = {
     "simulate recommend": "p2pckpt simulate recommend llama3",
     "simulate trace": "p2pckpt simulate trace failures.csv --time-unit h",
     "simulate world": "p2pckpt simulate world --seed 7 --fault crash_lose",
+    "simulate campaign": "p2pckpt simulate campaign --seeds 1:300 --minutes 10",
     "demo": "p2pckpt demo --nodes 6 --layout rs:2,1",
+    "chaos": "p2pckpt chaos --minutes 5 --seed 7",
 }
 COMPLETION = """\b
 Completion of commands and options in the shell:
@@ -125,7 +128,8 @@ def cli() -> None:
 
 COMMANDS = (
     *(agent, status, ls, inspect, verify, export, plan_restart),
-    *(job, clean, preempt, save_now, drain, ledger, doctor, config, topology, simulate, demo),
+    *(job, clean, preempt, save_now, drain, ledger, doctor, config, topology, simulate),
+    *(demo, chaos),
 )
 for command in COMMANDS:
     cli.add_command(command)

@@ -36,7 +36,8 @@ from p2pckpt.cli.output import (
 from p2pckpt.cli.step import Step, ask_records, step_number
 from p2pckpt.errors import UsageError
 from p2pckpt.restore.place_ranks import RankSources, RestartPlan, decide_restart
-from topology.cluster import LEVELS, Cluster, Node, TopologyError
+from p2pckpt.save.send import levels_of
+from topology.cluster import Cluster, Node, TopologyError
 from topology.hostlist import expand
 
 FORMATS = ("text", "json", "slurm-hostfile", "torchrun")
@@ -155,7 +156,7 @@ def sources_of_ranks(step: Step) -> list[RankSources]:
         sources = step.sources(share)
         for rank in share.ranks:
             own = sources.slots.get(rank, ())
-            found.append(RankSources(rank, own, dict(sources.shards), k, stored))
+            found.append(RankSources(rank, own, dict(sources.shards), k, stored, share.node))
     return found
 
 
@@ -164,7 +165,7 @@ def cluster_of(members: Iterable[r.Member]) -> Cluster:
     nodes = tuple(Node(m.node, m.host, tuple(sorted(m.domains.items()))) for m in members)
     labelled = {level for node in nodes for level, _ in node.domains}
     try:
-        return Cluster(nodes, LEVELS + tuple(sorted(labelled - set(LEVELS))))
+        return Cluster(nodes, levels_of((), labelled))
     except TopologyError as e:
         raise UsageError(f"labels of the living nodes: {e}") from e
 

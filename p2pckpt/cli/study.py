@@ -17,6 +17,8 @@ import click
 
 from p2pckpt.cli.output import EXIT_DEGRADED, EXIT_DONE, emit, finish, json_option, progress
 from p2pckpt.errors import UsageError
+from topology import Cluster, TopologyError
+from topology.discover import FORMATS, read_cluster
 
 if TYPE_CHECKING:  # numpy and the model are loaded by who asks for them
     from simulations.scenario import Scenario
@@ -45,12 +47,20 @@ def _effort(command: F) -> F:
     return runs(seed(command))
 
 
-def _scenario(name: str, changes: tuple[str, ...], trace: str | None) -> Scenario:
+def _scenario(
+    name: str,
+    changes: tuple[str, ...],
+    trace: str | None,
+    cluster: tuple[Cluster, str, float] | None = None,
+) -> Scenario:
     """Raises UsageError, ConfigError, FormatError."""
+    from simulations.relocate import on_cluster
     from simulations.scenario import load
     from simulations.traces import load as load_trace
 
     found = load(name)
+    if cluster is not None:
+        found = on_cluster(found, *cluster)
     for change in changes:
         key, _, value = change.partition("=")
         try:
@@ -149,18 +159,55 @@ def compare(scenario: str, schemes: tuple[str, ...], json_file: str | None, **op
 
 @click.command()
 @_inputs
+@click.option(
+    "--cluster",
+    default=None,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The nodes: any file that `topology show` reads, in place of the scenario's.",
+)
+@click.option(
+    "--format",
+    "form",
+    default="",
+    type=click.Choice(("", *FORMATS)),
+    help="What the cluster's FILE is; default: told from its name and text.",
+)
+@click.option(
+    "--pattern", default="", metavar="REGEX", help="For host lists: r(?P<rack>\\d+)n(?P<host>\\d+)."
+)
+@click.option(
+    "--state-bytes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=None,
+    help="Of the whole job, with --cluster; default: the scenario's.",
+)
 @json_option
 def recommend(scenario: str, json_file: str | None, **options: Any) -> None:
     """Layout, placement, intervals, spares and RAM for the cluster of SCENARIO, and why.
 
-    Exit codes: 0 done, 4 done, with warnings.
+    With --cluster: on the nodes of FILE, which fail and save as those of SCENARIO; --state-bytes
+    and `--set fleet.spares=4` say what FILE cannot. Exit codes: 0 done, 4 done, with warnings.
     """
     from simulations import recommend as advise
     from simulations import report
 
-    chosen = _scenario(scenario, options["changes"], options["trace"])
+    chosen = _scenario(scenario, options["changes"], options["trace"], _cluster_of(options))
     advice = advise.recommend(chosen)
     document = {**report.origin(chosen, 0, 0), **advise.document(advice)}
     code = EXIT_DEGRADED if advice.warnings else EXIT_DONE
     said = "\n".join((*advice.warnings[:1], "change the cluster, or accept what it cannot keep"))
     finish("simulate recommend", json_file, document, advise.text(advice), code, said)
+
+
+def _cluster_of(options: dict[str, Any]) -> tuple[Cluster, str, float] | None:
+    """The cluster that was named, the name of its file, and the state. Raises UsageError."""
+    if options["cluster"] is None:
+        if options["state_bytes"]:
+            raise UsageError("--state-bytes goes with --cluster; else --set state_bytes=")
+        return None
+    try:
+        found = read_cluster(options["cluster"], options["form"], options["pattern"])
+    except TopologyError as e:
+        raise UsageError(str(e)) from e
+    return found, options["cluster"].name, options["state_bytes"] or 0.0

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import click
@@ -34,19 +35,38 @@ from p2pckpt.errors import UsageError
 @click.option("--offload-every", type=int, default=None, help="0: no object store.")
 @click.option("--fault", "faults", multiple=True, help="Strikes once; again as often as given.")
 @click.option("--no-fault", is_flag=True, help="Nothing goes wrong.")
+@click.option(
+    "--trace",
+    default=None,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Machines are lost and come as in this file, in place of faults.",
+)
+@click.option(
+    "--trace-losses",
+    default=12,
+    show_default=True,
+    type=click.IntRange(1),
+    help="So many, the first of the file, in the time of the run.",
+)
 @click.option("--checkers/--no-checkers", default=True, show_default=True)
 @click.option("--log", "log_file", default=None, help="Write the event log there.")
 @json_option
 def world(seed: int, log_file: str | None, json_file: str | None, **given: Any) -> None:
     """One run under virtual time: real agents, planned faults, checkers from outside.
 
-    What is not given is drawn from the seed. Exit codes: 0 ok, 4 lost (more than the layout
-    survives), 1 wrong, 5 crash, 6 stuck.
+    What is not given is drawn from the seed; --trace reads what `simulate trace` does. Exit codes:
+    0 ok, 4 lost (more than the layout survives), 1 wrong, 5 crash, 6 stuck.
     """
     from simulations.campaign import draw
     from simulations.world import EXIT_CODES, run
 
+    trace, losses = given.pop("trace"), given.pop("trace_losses")
     chosen = replace(draw(seed), **_chosen(given))
+    if trace is not None:
+        from simulations import replays, traces
+
+        taken = replays.absences(traces.load(trace), chosen.nodes, losses)
+        chosen = replace(chosen, faults=(), absences=taken)
     click.echo(f"options: {asdict(chosen)}", err=True)
     result = run(chosen, keep_log=log_file is not None)
     if log_file:

@@ -9,17 +9,20 @@ newest committed step survives it, together with all that other faults have take
 yet made good. That is worked out from where the shares lie (`topology.survive`), or from the number
 of losses that the status document promises for any nodes.
 
-Contract: pure, but for the chance that comes from the seed. Times in seconds from the first step.
+Contract: pure; chance comes from the seed only. Times in seconds from the first step.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from p2pckpt.errors import UsageError
+from p2pckpt.records import Layout
 from topology.survive import Share, survives, why_not
 
 
@@ -74,26 +77,75 @@ class Fault:
 
     def __str__(self) -> str:
         lasts = f" for {self.lasts_s:.1f} s" if self.lasts_s else ""
-        return f"{self.at_s:7.1f} s  {self.number:3}  {self.kind:13} victim {self.victim:.3f}{lasts}"
+        return (
+            f"{self.at_s:7.1f} s  {self.number:3}  {self.kind:13} victim {self.victim:.3f}{lasts}"
+        )
 
 
-def draw(seed: int, minutes: float, s3: bool = False) -> tuple[Fault, ...]:
-    """The plan of a seed, in order of time; with faults of the object store if there is one."""
+def draw(
+    seed: int, minutes: float, s3: bool = False, only: Collection[str] = ()
+) -> tuple[Fault, ...]:
+    """The plan of a seed, in order of time; with faults of the object store if there is one.
+
+    ``only``: of these kinds; all, if there are none.
+    """
     chance = random.Random(seed)
     plan: list[Fault] = []
     at_s, deck = 0.0, list[str]()
     while True:
         if not deck:
             deck = [name for name, kind in KINDS.items() for _ in range(kind.cards)]
-            deck = [name for name in deck if s3 or name not in OF_S3]
+            deck = [n for n in deck if (s3 or n not in OF_S3) and (not only or n in only)]
             chance.shuffle(deck)
         name = deck.pop()
         kind = KINDS[name]
         victim, lasts_s = chance.random(), round(chance.uniform(*kind.lasts_s), 2)
         if at_s >= minutes * 60:
             return tuple(plan)
-        plan.append(Fault(len(plan) + 1, round(at_s, 1), name, victim, lasts_s))
-        at_s += kind.apart_s * chance.uniform(0.5, 1.5)
+        plan.append(Fault(len(plan) + 1, at_s, name, victim, lasts_s))
+        at_s = round(at_s + kind.apart_s * chance.uniform(0.5, 1.5), 1)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to do. ``only``: kinds of faults, all if there are none. ``keep``: a directory for logs
+    and journals, "" to remove them."""
+
+    minutes: float = 5.0
+    seed: int = 1
+    nodes: int = 6
+    racks: int = 3
+    layout: str = "rs:2,1"
+    every: int = 5
+    s3: bool = False
+    only: tuple[str, ...] = ()
+    keep: str = ""
+
+    def check(self) -> Layout:
+        """The layout; raises UsageError for what cannot be played."""
+        layout = Layout.parse(self.layout)
+        if self.nodes < layout.shards + 1:
+            raise UsageError(
+                f"--nodes {self.nodes}: {self.layout} needs {layout.shards + 1} or more"
+            )
+        if not 1 <= self.racks <= self.nodes:
+            raise UsageError(f"--racks {self.racks}: needs 1 to {self.nodes}")
+        if not self.minutes > 0 or self.every < 1:
+            raise UsageError(f"--minutes {self.minutes:g} --every {self.every}: need more than 0")
+        if not self.s3 and (vain := OF_S3 & set(self.only)):
+            raise UsageError(f"--fault {', '.join(sorted(vain))}: needs --s3")
+        if self.keep and Path(self.keep).exists():
+            raise UsageError(f"--keep {self.keep}: is there already")
+        return layout
+
+    def groups(self, layout: Layout) -> int:
+        """Nodes that have ranks; the rest are spares, as many as one fault takes."""
+        rack = -(-self.nodes // self.racks)
+        return max(min(2, self.nodes), self.nodes - max(layout.m + 1, rack))
+
+    def plan(self) -> tuple[Fault, ...]:
+        """The faults, by the seed."""
+        return draw(self.seed, self.minutes, self.s3, self.only)
 
 
 def count(plan: tuple[Fault, ...]) -> dict[str, int]:

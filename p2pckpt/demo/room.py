@@ -4,8 +4,8 @@ Intuition: a machine's /dev/shm belongs to all who use it, so it cannot be fille
 mount in a namespace of our own can, and is full at once when it is told to be no larger than what
 lies in it. The namespace goes with its last process, so nothing is left behind, whatever ends us.
 
-Contract: the constructor raises OSError where this is not allowed (it needs CAP_SYS_ADMIN); call it once, in
-the thread that starts the processes that shall see it. `fill` and `free` may be called repeatedly.
+Contract: the constructor raises OSError where this is not allowed (it needs CAP_SYS_ADMIN). Make
+one, in the thread that starts the processes that shall see it. `fill` and `free` may be repeated.
 """
 
 from __future__ import annotations

@@ -29,13 +29,15 @@ from topology.cluster import Cluster
 @dataclass(frozen=True)
 class RankSources:
     """Where the bytes of one rank can be had now: living nodes with its own slot, and by index of
-    the shard; ``k`` different shards are enough. ``stored``: the object store has it as well."""
+    the shard; ``k`` different shards are enough. ``stored``: the object store has it as well.
+    ``home``: where it ran when it was saved; of equal plans the one that leaves it there."""
 
     rank: int
     own: tuple[str, ...]
     shards: Mapping[int, tuple[str, ...]]
     k: int
     stored: bool = False
+    home: str = ""
 
     @property
     def in_ram(self) -> bool:
@@ -106,7 +108,8 @@ def decide_restart(
         )
     free = dict.fromkeys(hosts, room)
     wanted = [_own_counts(unit, free) for unit in units]
-    seats = _most_own(wanted, room)
+    first = sorted(range(len(units)), key=lambda i: all(x.home not in wanted[i] for x in units[i]))
+    seats = _most_own(wanted, first, room)
     for host in filter(None, seats):
         free[host] -= 1
     for number, unit in enumerate(units):
@@ -124,14 +127,16 @@ def decide_restart(
 def _own_counts(unit: Sequence[RankSources], free: Mapping[str, int]) -> dict[str, int]:
     """How many ranks of a unit have their own slot on each host that may be used."""
     counts = Counter(node for one in unit for node in one.own if node in free)
-    return dict(sorted(counts.items()))
+    homes = {one.home for one in unit}
+    return dict(sorted(counts.items(), key=lambda found: (found[0] not in homes, found[0])))
 
 
-def _most_own(wanted: Sequence[Mapping[str, int]], room: int) -> list[str]:
-    """The host of each unit, "" for none, with the largest sum of ``wanted`` that there is."""
+def _most_own(wanted: Sequence[Mapping[str, int]], order: Sequence[int], room: int) -> list[str]:
+    """The host of each unit, "" for none, with the largest sum of ``wanted`` that there is; of
+    equal ones what comes first, units in this order and their hosts in theirs."""
     seats = [""] * len(wanted)
     seated: dict[str, list[int]] = {host: [] for counts in wanted for host in counts}
-    for new in range(len(wanted)):
+    for new in order:
         gain, before, queue = {new: 0}, {new: new}, deque([new])
         best = (0, new, "")
         while queue:

@@ -173,9 +173,12 @@ class Loop:
         return due
 
     def over(self, step: int) -> bool:
-        """Was the agreed last step reached? By the schedule that `due` last went by."""
-        if not self._asked or self._asked[-1].step != step:
-            self.due(step)
+        """Was the agreed last step reached? By the schedule that `due` went by at this step."""
+        if (
+            not self._asked or self._asked[-1].step != step
+        ):  # a loop that decides itself what to save
+            self._heed()
+            self._tell(step, 1)
         return self.is_last(step)
 
     def is_last(self, step: int) -> bool:
@@ -217,7 +220,7 @@ class Loop:
     def _tell(self, step: int, stride: int) -> None:
         """Write the progress. A first step has no duration, and may be long (compilation)."""
         now = self.now()
-        if self._resumed_at is not None and len(self._asked) > 1:
+        if self._resumed_at is not None:
             self._steps_s.append(now - self._resumed_at)
         self._resumed_at = now
         if self.board is not None:

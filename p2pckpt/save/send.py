@@ -12,7 +12,7 @@ every chunk matched the manifest with this digest. Cancelling stops all transfer
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -62,8 +62,7 @@ def crew_of(
     """The cluster of living members, and the rules of a layout."""
     everybody = {**members, own.node: own}
     nodes = tuple(_node(everybody[name]) for name in sorted(everybody))
-    labelled = {level for m in everybody.values() for level in m.domains}
-    levels = LEVELS + tuple(sorted(labelled - set(LEVELS)))
+    levels = levels_of(spread, {level for m in everybody.values() for level in m.domains})
     leaving = frozenset(m.node for m in everybody.values() if m.draining)
     try:
         rules = Rules(layout.k, layout.m, tuple(Level(name, must) for name, must in spread))
@@ -85,6 +84,16 @@ def _node_of(name: str, host: str, domains: tuple[tuple[str, str], ...]) -> Node
 def _cluster(nodes: tuple[Node, ...], levels: tuple[str, ...]) -> Cluster:
     """One cluster for many saves: what placing works out of it is kept with it."""
     return Cluster(nodes, levels)
+
+
+def levels_of(spread: tuple[tuple[str, bool], ...], labelled: Set[str]) -> tuple[str, ...]:
+    """All levels, narrow to wide: as in ``spread``, but rack, switch, pod always in this order;
+    then those that it does not name. Who reads the same labels in the same order (`topology plan`,
+    the simulator) places alike."""
+    named = dict.fromkeys(level for level, _ in spread)
+    known = iter([level for level in LEVELS if level in named])
+    ordered = [next(known) if level in LEVELS else level for level in named]
+    return tuple(dict.fromkeys((*ordered, *LEVELS, *sorted(labelled))))
 
 
 @dataclass(frozen=True)

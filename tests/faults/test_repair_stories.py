@@ -124,6 +124,28 @@ def test_an_own_copy_that_is_lost_is_brought_back_and_the_shard_beside_it_moves(
     play(story, nodes=6)
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_repair_that_stumbles_over_a_bad_own_copy_has_it_mended_first(place):
+    """A bit flips in the own copy of n0's rank, and a holder of n0's shards is lost: two erasures
+    of one share. Repair cannot code that copy again, and the scrubber would not come by for an
+    hour; it is told, the copy comes from the shards that are left, and the share is full again."""
+
+    async def story(stage):
+        await step_one(stage)
+        (slot,) = [h for _, h in stage.held(r.FileKind.SLOT, 1) if h.part == 0]
+        files = stage.nodes["n0"].store.files
+        right = bytes(files[slot.file])[: slot.length]
+        stage.nodes["n0"].store.flip(slot.file, place % slot.length, 3)
+        spare = next(node for node in stage.holders("n0", 1).values() if node not in THREE)
+        stage.crash(spare)
+        await until(lambda: not lacking(stage, 1), 2 * LATE_S)
+        assert len(stage.events("note.scrub_mended")) == 1
+        (slot,) = [h for _, h in stage.held(r.FileKind.SLOT, 1) if h.part == 0]
+        assert bytes(files[slot.file])[: slot.length] == right
+
+    play(story, nodes=6)
+
+
 def test_a_repair_waits_while_saves_go_on():
     """A pure holder is lost while the job saves every 2 s: the next commits place everything anew,
     and nothing of the old steps is repaired meanwhile."""

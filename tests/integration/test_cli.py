@@ -209,6 +209,11 @@ def test_ls_and_status_of_one_job_or_of_none(cluster):
     d = document("status", "--job", "demo", agent=cluster.socket("n0"))
     assert list(d["jobs"]) == [f"{UID}.demo"]
     assert d["config"]["node"] == "n0"
+    told = d["telemetry"]
+    lossy = told["gauges"]["survivable_losses"][f"{UID}.demo"]
+    assert lossy == d["jobs"][f"{UID}.demo"]["redundancy"]["survivable_node_losses"]
+    assert told["counters"]["stage_runs_total"]["save"] >= 1
+    assert told["counters"]["stage_bytes_total"]["save"] > 1_000_000 / 3
     for name in ("status", "ls"):
         d = document(name, "--job", "none", code=3, agent=cluster.socket("n0"))
         assert f"{UID}.none is not known" in d["error"]["message"]

@@ -5,7 +5,7 @@ import os
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pckpt.board import CELL_BYTES, PAGE_BYTES, Board
@@ -55,6 +55,7 @@ def test_a_page_of_another_size_is_refused():
         Board(memoryview(bytearray(100)))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.text(max_size=80), min_size=1, max_size=8),
     st.integers(0, CELL_BYTES),
@@ -83,6 +84,7 @@ def test_a_torn_write_shows_the_record_before(texts, done, in_order, rng):
     assert rank.schedule.read() == new
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=CELL_BYTES), st.booleans())
 def test_garbage_is_no_record(garbage, other):
     page, agent, rank = boards()

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pckpt.board import PAGE_BYTES, Board
@@ -86,6 +86,7 @@ def test_news_gets_its_time_in_steps():
     assert steps_ahead(0.1, 1.0, stride=32) == 320
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -116,6 +117,7 @@ def test_no_change_touches_what_a_rank_may_have_acted_on(wishes):
         schedule = new
 
 
+@settings(deadline=None)
 @given(st.text(max_size=2000))
 def test_any_reason_fits_the_board(reason):
     schedule = first_schedule(10**9, 10**6)
@@ -179,6 +181,19 @@ def test_the_end_is_reached_when_the_agreed_step_was_asked():
     assert ends == [(False, False), (False, False), (True, True)]
 
 
+def test_a_loop_that_saves_by_its_own_rule_hears_of_the_end_and_confesses_nothing():
+    rank = Rank(every=1)
+    for step in range(1, 8):
+        assert rank.loop.over(step) is (step >= 5)
+        if step == 6:
+            rank.hear(Schedule(1, 2, ((0, 1), (3, 7)), (4,), 5))
+        if step == 2:
+            rank.hear(amend(first_schedule(1, 1), Wish(last=True), 3, 2))
+    assert rank.loop.late == []
+    assert rank.loop.ordinal == 0
+    assert rank.board.progress.read().step == 7
+
+
 def test_who_went_back_to_an_older_step_is_asked_anew():
     rank = Rank(every=10)
     for step in (*range(1, 11), *range(6, 11)):
@@ -216,6 +231,7 @@ def test_a_late_rank_counts_like_the_others_afterwards():
     assert not set(late.gone) & (set(good.log) & set(late.log))
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 12), st.sampled_from(["every", "extra", "last"])), max_size=5

@@ -44,7 +44,8 @@ wire's records."""
 
 STORIES = {
     "p2pckpt.save.pipeline", "p2pckpt.restore.pipeline", "p2pckpt.agent.daemon",
-    "p2pckpt.agent.wiring", "p2pckpt.cli.main", "p2pckpt.demo.story", "simulations.world",
+    "p2pckpt.agent.wiring", "p2pckpt.cli.main", "p2pckpt.demo.story", "p2pckpt.demo.chaos",
+    "simulations.world",
     "simulations.campaign", "simulations.quiet",
     "p2pckpt.cli.simulate", "simulations.paper", "simulations.loss_checks",
     "simulations.time_checks", "simulations.replays", "simulations.study",
@@ -66,6 +67,12 @@ NOUNS = {
 
 STEPS = {
     "p2pckpt.restore.fetch": {"p2pckpt.restore.locate", "p2pckpt.restore.verify"},
+    "p2pckpt.demo.strikes": {
+        "p2pckpt.demo.campaign", "p2pckpt.demo.cluster", "p2pckpt.demo.room",
+    },
+    "p2pckpt.demo.promise": {"p2pckpt.demo.campaign", "p2pckpt.demo.cluster"},
+    "p2pckpt.demo.leavings": {"p2pckpt.demo.cluster"},
+    "p2pckpt.demo.verdict": {"p2pckpt.demo.journal", "p2pckpt.demo.report"},
     "simulations.report": {"simulations.study"},
     "simulations.figures": {"simulations.curves", "simulations.study"},
 }

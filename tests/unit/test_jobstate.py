@@ -117,7 +117,7 @@ def test_a_damaged_record_is_unreadable_until_it_is_written_again():
 
 
 def test_a_key_of_a_later_release_is_not_passed_over_in_silence():
-    book, key = Book(), KEYS.state + "schedule/1"
+    book, key = Book(), KEYS.state + "of a later release/1"
     book.put(key, b"anything")
     state = book.state()
     assert state.unreadable == {key: "unknown key"}

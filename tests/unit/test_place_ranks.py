@@ -63,6 +63,18 @@ def test_ranks_that_do_not_come_in_blocks_are_placed_one_by_one_where_the_launch
     assert sum(place.own for place in blocks.places) == 3
 
 
+def test_a_copy_that_repair_made_drives_nobody_from_home():
+    """n2 is gone, and n3 has rank 2's copy as well as rank 3's own: rank 3 stays."""
+    own = {0: ("n0",), 1: ("n1",), 2: ("n3",), 3: ("n3", "n1")}
+    ranks = [RankSources(i, own[i], {}, 2, home=f"n{i}") for i in range(4)]
+    living = ["n0", "n1", "n3", "n4"]
+    plan = decide_restart(ranks, cluster(living), living, 1, blocks=True)
+    assert hosts_of(plan) == ["n0", "n1", "n4", "n3"]
+    ranks = ranks[:1] + ranks[2:]  # without rank 1 there is room for all
+    plan = decide_restart(ranks, cluster(living), living, 1, blocks=True)
+    assert hosts_of(plan) == ["n0", "n3", "n1"]
+
+
 def test_too_few_hosts_are_counted():
     ranks = [on(i, "n0") for i in range(5)]
     with pytest.raises(UsageError, match="5 ranks, 2 on a host: needs 3 hosts, 2 can be had"):

@@ -2,6 +2,8 @@
 
 import csv
 import json
+from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from click.testing import CliRunner
@@ -9,7 +11,12 @@ from click.testing import CliRunner
 from p2pckpt.cli.main import cli
 from p2pckpt.errors import CheckpointError
 from simulations import recommend, report, study
-from simulations.scenario import load
+from simulations.hazards import node_rate
+from simulations.plan import placed
+from simulations.relocate import on_cluster
+from simulations.scenario import Fleet, load
+from simulations.schemes import parse
+from topology.discover import parse_cluster
 
 
 def ask(*arguments):
@@ -105,6 +112,94 @@ def test_advice_is_honest_on_small_clusters():
     result = ask("recommend", "three", "--json", "-")
     assert json.loads(result.stdout)["layout"] == "copies:2"
     assert result.exit_code == 4
+
+
+TWO_RACKS = 'nodes = "n[01-12]"\n[domains.rack]\na = "n[01-06]"\nb = "n[07-12]"\n'
+CLUSTERS = {
+    "racks.toml": TWO_RACKS,
+    "three.toml": 'nodes = "n[1-3]"\n',
+    "one.toml": 'nodes = "n[01-12]"\n[domains.rack]\na = "n[01-12]"\n',
+    "topology.conf": "SwitchName=a Nodes=g[01-32]\nSwitchName=b Nodes=g[33-64]\n"
+    "SwitchName=c Nodes=g[65-96]\nSwitchName=top Switches=a,b,c\n",
+    "hosts": "r1n[1-6],r2n[1-6],spare[1-2]",
+}
+
+
+def advised(tmp_path, name, *more):
+    file = tmp_path / name
+    file.write_text(CLUSTERS[name])
+    result = ask("recommend", "mission-10k", "--cluster", str(file), *more, "--json")
+    assert result.exit_code in (0, 4), result.output
+    return json.loads(result.stdout)
+
+
+def test_advice_for_a_cluster_that_a_file_describes(tmp_path):
+    """Two racks of six: half of all shards stay in a rack's loss, so only copies keep a margin."""
+    found = advised(tmp_path, "racks.toml", "--state-bytes", "5e11", "--set", "fleet.spares=1")
+    assert (found["layout"], found["margin"], found["beside"]) == ("copies:3", 1, "rack")
+    assert found["ram_bytes_per_node"] == pytest.approx(2 * 4 * 5e11 / 12)
+    margins = {option["layout"]: option["margin"] for option in found["options"]}
+    assert (margins["rs:8,2"], margins["copies:2"]) == (-1, 0)
+    (warning,) = found["warnings"]
+    assert "not counted" in warning
+    assert "power feed" in warning
+    told = {note["key"]: note for note in found["inputs"]}
+    assert told["fleet.nodes"]["value"] == 12
+    assert told["state_bytes"]["value"] == 5e11
+    assert "fleet.spares" not in told
+    assert told["hazards.mtbf_s"]["guess"]
+
+
+def test_advice_says_what_a_cluster_cannot_keep(tmp_path):
+    three = advised(tmp_path, "three.toml")
+    assert three["layout"] == "copies:2"
+    text = " ".join(three["warnings"])
+    for word in ("no node has a label", "needs all 3 nodes", "spares: 1 advised, 0 there"):
+        assert word in text
+    one = advised(tmp_path, "one.toml")
+    assert one["margin"] >= 1  # what no layout can survive does not choose between layouts
+    assert "all nodes are in one rack: its loss takes all" in " ".join(one["warnings"])
+    assert one["store_interval_s"] == one["interval_s"]  # the rack comes back from the store
+    slurm = advised(tmp_path, "topology.conf")
+    assert slurm["beside"] == "leaf"
+    assert "all nodes are in one spine" in " ".join(slurm["warnings"])
+    names = advised(tmp_path, "hosts", "--pattern", r"(?:(?P<rack>r\d+)n\d+|spare\d+)")
+    assert "2 of 14 nodes have no label for rack" in names["warnings"]
+
+
+def test_a_node_fails_as_often_on_another_cluster(tmp_path):
+    base = load("mission-10k")
+    cluster = parse_cluster(TWO_RACKS, "racks.toml", "toml")
+    moved = on_cluster(base, cluster, "racks.toml")
+    assert node_rate(moved) / 12 == pytest.approx(node_rate(base) / 1250)
+    assert moved.saving.stall_s / moved.node_bytes == pytest.approx(
+        base.saving.stall_s / base.node_bytes
+    )
+    assert {cause.level for cause in moved.hazards.causes} == {"node", "rack"}
+    assert [list(domain) for domain in moved.fleet.members("rack")] == [
+        list(range(6)), list(range(6, 12))
+    ]  # fmt: skip
+    regular = Fleet(12, domains=(("rack", 6),))
+    for name in ("rs:4,2", "copies:3", "rs:2,1"):
+        where = placed(moved.fleet, parse(name))
+        assert where == placed(replace(regular, places=cluster), parse(name))
+        assert recommend.margin_of(moved.fleet, where) == by_hand(moved.fleet, where)
+
+
+def by_hand(fleet, where):
+    """The margin by trying out: any domain, and any set of nodes beside it."""
+    found = []
+    for level in ("node", "rack"):
+        domains = [frozenset(domain) for domain in fleet.members(level)]
+        most = -1
+        while most < 3 and all(
+            not where.lost(domain | {*beside})
+            for domain in domains
+            for beside in combinations(sorted({*range(fleet.nodes)} - domain), most + 1)
+        ):
+            most += 1
+        found.append((most, level))
+    return min(found, key=lambda pair: pair[0])
 
 
 def test_too_little_ram_is_said():

@@ -1,5 +1,6 @@
 """Traces: three forms of files, what is wrong in them by line and column, fits, and driving."""
 
+import asyncio
 import csv
 import json
 import math
@@ -14,8 +15,9 @@ from lanl_records import lanl_file
 
 from p2pckpt.cli.simulate import simulate
 from p2pckpt.errors import ConfigError, FormatError, UsageError
-from simulations import replays, traces
+from simulations import clock, replays, traces
 from simulations.scenario import Cause, Fate, Fleet, Hazards, Links, Recovery, Saving, Scenario
+from simulations.world import Options, World, run
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=30)
 
@@ -277,3 +279,70 @@ def test_a_file_in_no_form_is_an_error(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("hello\n")
     assert isinstance(invoke(path).exception, FormatError)
+
+
+# -- it drives the world ---------------------------------------------------------------------------
+
+
+def curve(tmp_path, *changes):
+    """A step curve of (seconds, count), each change as two rows."""
+    rows, before = [], changes[0][1]
+    for at, count in changes:
+        rows += [(at, before), (at, count)]
+        before = count
+    file = tmp_path / "curve.csv"
+    file.write_text("".join(f"{at},{count}\n" for at, count in rows))
+    return traces.load(file)
+
+
+def test_absences_keep_their_gaps_and_who_was_first_is_back_first(tmp_path):
+    trace = curve(tmp_path, (0, 6), (100, 5), (200, 3), (300, 4), (1100, 2), (2000, 4))
+    found = replays.absences(trace, 6, 10)
+    gone, back = zip(*found, strict=True)
+    assert gone == pytest.approx((0.05, 0.14, 0.14, 0.95, 0.95))
+    assert back == pytest.approx((0.23, 1.0, 1.0, 1.0, 1.0))
+    assert replays.absences(trace, 6, 2) == (pytest.approx((0.05, 1.0)), pytest.approx((0.95, 1.0)))
+    halved = replays.absences(trace, 3, 10)
+    assert [at for at, _ in halved] == pytest.approx([0.05, 0.14, 0.95])
+    with pytest.raises(UsageError, match="no node was lost"):
+        replays.absences(curve(tmp_path, (0, 1), (50, 3)), 3, 10)
+
+
+def test_a_trace_drives_the_membership_of_the_world(tmp_path):
+    """The machines that live, over the time of the run, are as many as the trace says."""
+    trace = curve(tmp_path, (0, 6), (100, 5), (400, 6), (500, 5), (900, 6), (1000, 5), (1090, 6))
+    absences = replays.absences(trace, 6, 12)
+    options = Options(3, nodes=6, racks=6, saves=16, quiet_saves=4, absences=absences)
+    world = World(options)
+    seen = []
+
+    async def watched():
+        running = asyncio.ensure_future(world.main())
+        while not running.done():
+            seen.append((asyncio.get_running_loop().time(), len(world.living)))
+            await asyncio.wait((running,), timeout=0.25)
+        await running
+
+    clock.run(watched(), limit_s=options.limit_s)
+    assert world.result.end == "ok"
+    assert world.result.faults == {"crash_lose": 3}
+    assert [what for checkers in world.checkers for what in checkers.objections] == []
+    span_s = (16 - 4) * options.every * options.step_s
+    for at_s, living in seen[1:]:
+        due = 6 - sum(gone * span_s < at_s <= back * span_s for gone, back in absences)
+        near = any(abs(at_s - edge * span_s) < 0.3 for pair in absences for edge in pair)
+        assert living == due or near, (at_s, living, due)
+    assert min(living for _, living in seen[1:]) == 5
+    assert run(options).digest == run(options).digest
+
+
+def test_the_command_drives_the_world(tmp_path):
+    curve(tmp_path, (0, 5), (100, 4), (400, 5), (500, 4), (600, 5))
+    chosen = ["world", "--trace", str(tmp_path / "curve.csv"), "--nodes", "6", "--saves", "8"]
+    chosen += ["--jobs", "1", "--layout", "rs:2,1", "--json"]
+    result = CliRunner().invoke(simulate, chosen)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["faults"] == {"crash_lose": 2}
+    assert found["options"]["faults"] == []
+    assert len(found["options"]["absences"]) == 2
