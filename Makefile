@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev,ucx-cu12
 
-.PHONY: install python check test test-all demo bench soak world world-planted clean
+.PHONY: install python check test test-all demo bench scale soak world world-planted clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,10 @@ demo: install
 
 bench: install
 	$(BIN)/python -m tests.bench $(if $(JSON),--json $(JSON)) $(if $(SCALE),--scale $(SCALE))
+
+# 125 and 1,250 agents' own commit code against a real etcd of three; JSON=FILE
+scale: install
+	$(BIN)/python -m tests.bench.scale $(if $(JSON),--json $(JSON)) $(ARGS)
 
 soak: install
 	$(BIN)/python -m tests.soak $(ARGS)

@@ -41,7 +41,7 @@ REFUSALS = 3
 """Launches in a row, without a fault at work, whose restore refuses: then it is for good."""
 
 ZOMBIE_STEPS = 3
-COPY_S = 0.05
+COPY_S = 0.2
 """What a snapshot takes to be copied."""
 
 

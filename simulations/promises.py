@@ -20,8 +20,10 @@ from p2pckpt.backends.inproc.cluster import FakeCluster
 from p2pckpt.backends.inproc.net import true_time
 from simulations.contents import Found, Kept, content
 
-GONE = ("crash_lose", "reboot", "rack_lost", "power_lost", "node_leaves", "node_joins")
-GONE += ("trainer_dies", "roll_back", "flip_memory", "flip_record", "share_rots")
+GONE: tuple[str, ...] = (
+    "crash_lose", "reboot", "rack_lost", "power_lost", "node_leaves", "node_joins",
+    "trainer_dies", "roll_back", "flip_memory", "flip_record", "share_rots",
+)  # fmt: skip
 """Faults under which whoever is there can be reached, and has room."""
 
 CLEAR_AFTER_S = 15.0

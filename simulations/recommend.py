@@ -110,9 +110,9 @@ def margin_of(fleet: Fleet, where: Pieces) -> tuple[int, str]:
     """The most nodes that may be lost beside any one domain, and the level that allows fewest.
 
     An owner in the lost domain D may lose slack - |row in D| more; one outside is safe while it
-    lives, so it is itself one of the nodes, and then as many more. Only domains that placement knows are looked at, and only
-    levels with two of them: what takes everything is not for a layout to survive. Nodes without a
-    label at a level count as one domain there.
+    lives, so it is itself one of the nodes, and then as many more. Only domains that placement
+    knows are looked at, and only levels with two of them: what takes everything is not for a layout
+    to survive. Nodes without a label at a level count as one domain there.
     """
     found: list[tuple[int, str]] = []
     for level in ("node", *_known(fleet)):

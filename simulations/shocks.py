@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from p2pckpt import wire as w
 from p2pckpt.backends.inproc.cluster import FakeNode
 from p2pckpt.errors import CheckpointError
 from simulations.failures import Fault, HasWorld, Strike, crash_lose
+from simulations.launcher import COPY_S
 
 REBUILD_TRIES = 40
 
@@ -116,38 +118,51 @@ async def second_launch(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
 
 async def takeover(world: HasWorld, node: FakeNode, fault: Fault) -> None:
     """A second launch takes the job over, and the first one's ranks live on, fenced off. By chance
-    they had been stuck in the middle of their copies, and an agent is restarted before; or what
-    their agents sent to the ledger comes there when the job is another one's."""
+    they had been stuck in the middle of their copies, and an agent was restarted for it; or the
+    second one is on other nodes, and what the first one's agents send to the ledger comes late."""
     rng = Random(fault.chance)
     launcher = world.launchers[fault.chance % len(world.launchers)]
     if launcher.successor is not None or launcher.lost:
         return
-    stuck, late, restarts = rng.choice(((1, 0, 0), (1, 0, 1), (0, 1, 0), (0, 0, 0)))
+    how = rng.choice(("at once", "stuck", "restart", "restart", "late", "late"))
     first = launcher.current
-    for rank in first.ranks if first is not None else ():
-        rank.copy_s = 14.0 if stuck else rank.copy_s
-        if late:
-            world.cluster.etcd.late(rank.node, 5.0)
-    if stuck or late:
-        await asyncio.sleep(rng.uniform(1.0, 6.0))
-        if restarts and node.name in world.living:
+    ranks = first.ranks if first is not None else []
+    late = [rank.node for rank in ranks] if how == "late" else []
+    for rank in ranks:
+        rank.copy_s = 14.0 if how in ("stuck", "restart") else rank.copy_s
+    for name in late:
+        world.cluster.etcd.late(name, 8.0)
+    try:
+        if how != "at once":
+            await asyncio.sleep(rng.uniform(1.0, 6.0))
+        if how == "restart" and node.name in world.living:
             await world.stop_agent(node, keep_memory=True)
             await asyncio.sleep(0.2)
             world.start_agent(node)
             await asyncio.sleep(1.0)
         if launcher.successor is not None or launcher.lost or launcher.current is not first:
+            for rank in ranks:
+                rank.copy_s = COPY_S
             return
+        launcher.left = late
+        await _take_over(launcher, first)
+    finally:
+        launcher.left = []
+        for name in late:
+            world.cluster.etcd.late(name, 0.0)
+    await asyncio.sleep(fault.lasts_s)
+    if first is not None and first is launcher.current:
+        first.kill()
+
+
+async def _take_over(launcher: Any, first: Any) -> None:
+    """Launch, and wait until that stands or failed."""
     if first is not None:
         first.stubborn = True
     launcher.successor = second = launcher.launch(takeover=True)
     joined = asyncio.ensure_future(second.joined.wait())
     await asyncio.wait((second.task, joined), timeout=60.0, return_when=asyncio.FIRST_COMPLETED)
     joined.cancel()
-    for rank in first.ranks if first is not None and late else ():
-        world.cluster.etcd.late(rank.node, 0.0)
-    await asyncio.sleep(fault.lasts_s)
-    if first is not None and first is launcher.current:
-        first.kill()
 
 
 async def roll_back(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
@@ -159,23 +174,22 @@ async def roll_back(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
 
 
 async def straggler(world: HasWorld, node: FakeNode, fault: Fault) -> None:
-    """The ranks of a node stand still in the middle of their copies, longer than a lease, while
-    all others wait for their part; by chance a machine that holds shards is lost meanwhile."""
+    """The ranks of a node stand still in the middle of their copies, longer than a lease or than a
+    save may take, while all others wait for them; by chance a machine that holds shards is lost
+    meanwhile."""
     launcher = world.launchers[fault.chance % len(world.launchers)]
     ranks = launcher.current.ranks if launcher.current is not None else []
     slow = [rank for rank in ranks if rank.node == (node.name, ranks[0].node)[fault.chance % 2]]
     for rank in slow:
-        rank.copy_s = 14.0 + fault.lasts_s / 2
+        rank.copy_s = 14.0 + 1.5 * fault.lasts_s
     for _ in range(100):
         if any(rank.copying for rank in slow):
             break
         await asyncio.sleep(0.1)
-    else:
-        return
     others = [name for name in world.living if name not in [rank.node for rank in ranks]]
     await asyncio.sleep(1.0)
     for rank in slow:
-        rank.copy_s = 0.05
+        rank.copy_s = COPY_S
     if others and fault.chance % 3:
         lost = world.cluster.nodes[others[fault.chance % len(others)]]
         await crash_lose(world, lost, replace(fault, lasts_s=30.0))

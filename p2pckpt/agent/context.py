@@ -66,7 +66,7 @@ class JobContext:
     proven_revision: int = 0
     """Of the newest linearizable read of this job's records that found them not gone back."""
     proven_at: float = -1e9
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(default_factory=dict)
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
     _proving: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -186,21 +186,29 @@ class JobContext:
 
     def wake(self) -> None:
         """Let everybody who waits look again."""
-        self._news.set()
-        self._news = asyncio.Event()
+        for bell, ready in list(self._waiting.items()):
+            try:
+                if not bell.done() and ready():
+                    bell.set_result(None)
+            except Exception as e:
+                bell.set_exception(e)  # it is the waiter's
 
     async def until(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait until `ready()`, looking after every change; False after `timeout_s`."""
         deadline = None if timeout_s is None else self.home.now() + timeout_s
         while not ready():
-            news, left = self._news, None if deadline is None else deadline - self.home.now()
+            left = None if deadline is None else deadline - self.home.now()
             if left is not None and left <= 0:
                 return False
+            bell: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting[bell] = ready
             try:  # not wait_for, which can lose a cancellation in Python 3.11
                 async with asyncio.timeout(left):
-                    await news.wait()
+                    await bell
             except TimeoutError:
                 return ready()
+            finally:
+                del self._waiting[bell]
         return True
 
     # -- deeds ------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ from p2pckpt.backends.workers import SystemIds, ThreadWorkers
 from p2pckpt.config import Config
 from p2pckpt.errors import CheckpointError, ConfigError
 from p2pckpt.ports import Doors, ObjectStore
-from p2pckpt.telemetry import Telemetry
 from p2pckpt.restore.fetch import OBJECT_STORE
+from p2pckpt.telemetry import Telemetry
 
 Notes = Callable[[str, dict[str, Any]], None]
 

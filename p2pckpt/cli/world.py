@@ -54,8 +54,9 @@ from p2pckpt.errors import UsageError
 def world(seed: int, log_file: str | None, json_file: str | None, **given: Any) -> None:
     """One run under virtual time: real agents, planned faults, checkers from outside.
 
-    What is not given is drawn from the seed; --trace reads what `simulate trace` does. Exit codes:
-    0 ok, 4 lost (more than the layout survives), 1 wrong, 5 crash, 6 stuck.
+    What is not given is drawn from the seed; --trace reads what `simulate trace` does.
+
+    Exit codes: 0 ok, 4 lost (more than the layout survives), 1 wrong, 5 crash, 6 stuck.
     """
     from simulations.campaign import draw
     from simulations.world import EXIT_CODES, run

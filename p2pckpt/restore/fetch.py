@@ -79,8 +79,10 @@ class Fetching:
         """A source did not give what it should; wrong bytes are told from absent ones."""
         self.wrong |= isinstance(error, IntegrityError | FormatError)
         self.away |= isinstance(error, ObjectStoreUnavailable)
-        self.refused.append(f"{node}: {type(error).__name__}: {error}")
-        facts = {"node": node, "rank": self.rank, "why": str(error)}
+        gone = isinstance(error, KeyError)  # `members` has no such node
+        why = "is no member any more" if gone else f"{type(error).__name__}: {error}"
+        self.refused.append(f"{node}: {why}")
+        facts = {"node": node, "rank": self.rank, "why": why}
         self.doors.notes("source_failed", facts)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pckpt.cli.main import run
 from p2pckpt.demo.campaign import KINDS, OF_S3, Options, Standing, draw, may_strike, standing_of
 from p2pckpt.demo.journal import Journal
 from p2pckpt.demo.strikes import Strikes, flip, whole_files
@@ -239,18 +240,19 @@ def test_a_fault_is_survived_if_training_went_further(tmp_path):
 # -- the command ----------------------------------------------------------------------------------
 
 
-def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path):
-    told = [*COMMAND, "--seed", "7", "--dry-run"]
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
-    text = subprocess.run(told, cwd=ROOT, capture_output=True, text=True, timeout=60, env=env)
-    assert text.returncode == 0, text.stderr
-    assert len(text.stdout.splitlines()) == 1 + len(draw(7, 5))
-    packed = subprocess.run(
-        [*told, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=60, env=env
-    )
-    document = json.loads(packed.stdout)
+def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    told = ["chaos", "--seed", "7", "--dry-run"]
+    assert run(told) == 0
+    text = capsys.readouterr().out.splitlines()
+    assert text == [f"plan of seed 7: {len(draw(7, 5))} faults", *map(str, draw(7, 5))]
+    assert run([*told, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
     assert [fault["kind"] for fault in document["plan"]] == [fault.kind for fault in draw(7, 5)]
     assert sum(document["planned"].values()) == len(document["plan"])
+    assert run([*told, "--fault", "rack"]) == 0
+    assert {line.split()[3] for line in capsys.readouterr().out.splitlines()[1:]} == {"rack"}
+    assert run([*told, "--fault", "s3_kill"]) == 2
     assert list(tmp_path.iterdir()) == []
 
 

@@ -23,6 +23,17 @@ layouts = st.integers(1, r.MAX_SHARDS).flatmap(
 
 
 @st.composite
+def schedules(draw):
+    """A schedule whose plan is one: ascending starts, each with an interval."""
+    number = st.integers(0, 2**63 - 1)
+    starts = sorted(draw(st.sets(number, min_size=1, max_size=3)))
+    plan = tuple((start, draw(st.integers(1, 2**63 - 1))) for start in starts)
+    extra = tuple(draw(st.lists(number, max_size=3)))
+    last = draw(st.none() | number)
+    return r.Schedule(draw(number), draw(number), plan, extra, last, draw(texts), draw(texts))
+
+
+@st.composite
 def manifests(draw):
     """A manifest that agrees with itself: its tables have an entry for each stored chunk."""
     layout, chunk = draw(layouts), draw(st.integers(1, 8))
@@ -50,6 +61,7 @@ OWN = {
         r.Job, st.integers(0, 2**32), st.from_regex(r"[a-z][a-z_-]{0,9}", fullmatch=True)
     ),
     r.Attempt: st.builds(r.Attempt, texts, texts, *(st.integers(0, 2**63 - 1) for _ in range(3))),
+    r.Schedule: schedules(),
 }
 BY_TYPE = {
     str: texts,

@@ -23,7 +23,11 @@ ROWS = [
     ("p2pckpt.records", "p2pckpt.config", "p2pckpt.telemetry"),
     ("p2pckpt.ports", "p2pckpt.wire", "p2pckpt.jobstate", "p2pckpt.board"),
     (
-        "p2pckpt.save", "p2pckpt.restore", "p2pckpt.backends", "p2pckpt.launch", "p2pckpt.handles",
+        "p2pckpt.save",
+        "p2pckpt.restore",
+        "p2pckpt.backends",
+        "p2pckpt.launch",
+        "p2pckpt.handles",
         "p2pckpt.notices",
     ),
     ("p2pckpt.seat",),
@@ -39,8 +43,8 @@ SAME_ROW = {
     "p2pckpt.jobstate": {"p2pckpt.ports", "p2pckpt.wire"},
     "p2pckpt.board": {"p2pckpt.wire"},
 }
-"""The job's state is a value made of wire's records and ports' changes; a board is memory that holds
-wire's records."""
+"""The job's state is a value made of wire's records and ports' changes; a board is memory that
+holds wire's records."""
 
 STORIES = {
     "p2pckpt.save.pipeline", "p2pckpt.restore.pipeline", "p2pckpt.agent.daemon",
@@ -57,6 +61,7 @@ NOUNS = {
     "topology.cluster", "topology.rules", "topology.ground", "topology.hostlist",
     "topology.place", "p2pckpt.coding.table", "p2pckpt.cli.output", "p2pckpt.cli.picture",
     "p2pckpt.cli.step", "p2pckpt.cli.memory", "p2pckpt.backends.lifeline", "p2pckpt.backends.pages",
+    "simulations.promises", "simulations.training",
     "simulations.contents", "simulations.lives", "simulations.told", "simulations.failures",
     "simulations.checkers", "simulations.clock", "simulations.formulas", "simulations.durability",
     "simulations.trials", "simulations.finding", "simulations.traces",
@@ -68,7 +73,9 @@ NOUNS = {
 STEPS = {
     "p2pckpt.restore.fetch": {"p2pckpt.restore.locate", "p2pckpt.restore.verify"},
     "p2pckpt.demo.strikes": {
-        "p2pckpt.demo.campaign", "p2pckpt.demo.cluster", "p2pckpt.demo.room",
+        "p2pckpt.demo.campaign",
+        "p2pckpt.demo.cluster",
+        "p2pckpt.demo.room",
     },
     "p2pckpt.demo.promise": {"p2pckpt.demo.campaign", "p2pckpt.demo.cluster"},
     "p2pckpt.demo.leavings": {"p2pckpt.demo.cluster"},
