@@ -140,7 +140,7 @@ class Checkers:
         if whole and kept is not None:  # a repair, or what a restore brought
             found = gains(kept, record, self._shelf)
             if found is not None and found.full and record.kind is r.FileKind.SHARD:
-                self._check_place(attempt.step, found)
+                self._check_place(attempt.step, found, saved=False)
 
     def _give_up(self, node: str, file: str, how: str) -> None:
         """Rule 5."""
@@ -264,11 +264,11 @@ class Checkers:
             self.object(f"step {step} committed as full, and lacks {lacking}")
         if not commit.degraded:
             for f in found:
-                self._check_place(step, f)
+                self._check_place(step, f, saved=True)
 
-    def _check_place(self, step: int, found: Found) -> None:
+    def _check_place(self, step: int, found: Found, saved: bool) -> None:
         """No two shards on a host, and no rack has more than the parity can replace."""
-        self.promises.placed(step, found, self.living if self.spread else ())
+        self.promises.placed(step, found, self.living if self.spread else (), saved)
 
     def _check_bytes(self, kept: Kept) -> None:
         """Rule 7: what a committed file has, nobody writes any more."""
@@ -293,7 +293,7 @@ class Checkers:
             self.object(f"step {asked} was asked for, {commit.attempt.step} decided")
         elif asked is None and commit.attempt != tip.commit.attempt:
             newest = tip.commit.attempt.step
-            if self.calm and not self.lost_ranks(tip):
+            if (self.calm or self.promises.hasty(tip.commit)) and not self.lost_ranks(tip):
                 self.object(f"step {commit.attempt.step} decided, and {newest} is there and newer")
 
     def _on_closed(self, closed: r.Closed) -> None:

@@ -34,15 +34,13 @@ from p2pckpt.errors import (
     UsageError,
 )
 from simulations.checkers import Checkers, content
-from simulations.training import Due, Training
+from simulations.training import COPY_S, Due, Training
 
 MAX_LAUNCHES = 100
 REFUSALS = 3
 """Launches in a row, without a fault at work, whose restore refuses: then it is for good."""
 
 ZOMBIE_STEPS = 3
-COPY_S = 0.2
-"""What a snapshot takes to be copied."""
 
 
 class HasWorld(Protocol):

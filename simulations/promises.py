@@ -27,6 +27,9 @@ GONE: tuple[str, ...] = (
 """Faults under which whoever is there can be reached, and has room."""
 
 CLEAR_AFTER_S = 15.0
+PATIENCE_S = 20.0
+"""Before an older step is taken, those who may have the newer one get longer to come back."""
+
 DAMAGE = ("fault.bucket.flip", "fault.bucket.truncate", "fault.bucket.lose")
 
 
@@ -50,6 +53,8 @@ class Promises:
         self._damaged: list[str] = []
         self._writers: dict[tuple[str, str], tuple[str, Writer]] = {}
         self._disturbed, self._clear_at = 0, 0.0
+        self._ballot_at = 0.0
+        self._bad: set[str] = set()
 
     # -- the ledger -------------------------------------------------------------------------------
 
@@ -61,6 +66,8 @@ class Promises:
         """Rule 4: a record that decides something is never replaced by another."""
         if key == self.keys.ledger_id:
             self.forget()
+        if key == self.keys.generation:
+            self._ballot_at = true_time()
         if key.startswith(self.final) and self._records.setdefault(key, value) != value:
             self.object(f"{key} was written, and is another one now")
 
@@ -81,6 +88,16 @@ class Promises:
         """A ballot has its end."""
         if closed.close is r.Close.OK:
             self._closed.add((closed.generation, closed.ballot))
+        if closed.close is r.Close.BAD and closed.commit is not None:
+            self._bad.add(closed.commit.attempt.key)
+        self._ballot_at = true_time()
+
+    def hasty(self, newest: r.Commit) -> bool:
+        """Rule 10: would it be too early now to pass over a step that no ballot found bad?"""
+        key = self.keys.commit(newest.lineage, newest.attempt.step)
+        known = self.cluster.etcd.get(key) is not None
+        early = true_time() - self._ballot_at < PATIENCE_S
+        return known and early and newest.attempt.key not in self._bad
 
     def returned(self, who: str, generation: int, ballot: int) -> None:
         """Rule 2: a rank's restore returned. That is for all ranks together, after the closing."""
@@ -89,22 +106,23 @@ class Promises:
 
     # -- places -----------------------------------------------------------------------------------
 
-    def placed(self, step: int, found: Found, living: Sequence[str]) -> None:
+    def placed(self, step: int, found: Found, living: Sequence[str], saved: bool) -> None:
         """Rule 1: no two shards on a host, and, if the racks of those who are ``living`` suffice
-        for it and all of them can be reached, none has more than the parity can replace."""
+        for it and all of them can be reached, none has more than the parity can replace. If it was
+        not ``saved`` so but repaired, who repairs must have reached all that hold something."""
         nodes = self.cluster.nodes
         owner = (found.owners or [found.share.node])[0]
         holders = [next((n for n in names if n != owner), owner) for names in found.shards.values()]
         if any(len(names) > 1 for names in found.shards.values()):
             return  # somebody came back with what was repaired or sent elsewhere meanwhile
+        clear = self._disturbed == 0 and true_time() >= self._clear_at
         hosts = [nodes[n].host for n in (owner, *holders)]
-        if len(set(hosts)) < len(hosts):
+        if len(set(hosts)) < len(hosts) and (clear or saved):
             self.object(f"step {step}: share of {found.share.node} lies on hosts {hosts}")
         racks = [self._rack(n) for n in holders]
         most, allowed = max(map(racks.count, racks), default=0), max(1, found.layout.m)
         room = [self._rack(n) for n in living if self._rack(n) != self._rack(owner)]
         suffice = sum(min(room.count(rack), allowed) for rack in set(room))
-        clear = self._disturbed == 0 and true_time() >= self._clear_at
         if clear and most > allowed and suffice >= found.layout.shards:
             self.object(f"step {step}: {most} shards of {found.share.node} in one rack: {racks}")
 

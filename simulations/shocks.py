@@ -1,8 +1,8 @@
-"""Faults of what all nodes share: ledger, object store, racks and switches, the jobs themselves.
+"""Faults of what all nodes share: ledger, object store, racks and switches.
 
 Intuition. A shock has no single victim: the ledger forgets, the bucket is away, all machines behind
-one switch go dark, an operator starts a job twice or sets it back. Some are mended by a deed of an
-operator, `ledger rebuild`, which is part of the fault here.
+one switch go dark. Some are mended by a deed of an operator, `ledger rebuild`, which is part of the
+fault here.
 
 Contract: as in `failures`, whose table these functions join: through the world's own switches only,
 each told to the event log, mended at the end but for what was lost for good.
@@ -11,15 +11,12 @@ each told to the event log, mended at the end but for what was lost for good.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from random import Random
-from typing import Any
 
 from p2pckpt import wire as w
 from p2pckpt.backends.inproc.cluster import FakeNode
 from p2pckpt.errors import CheckpointError
-from simulations.failures import Fault, HasWorld, Strike, crash_lose
-from simulations.launcher import COPY_S
+from simulations.failures import Fault, HasWorld, Strike
 
 REBUILD_TRIES = 40
 
@@ -97,104 +94,6 @@ async def share_rots(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
         if length:
             world.cluster.nodes[name].store.flip(file, fault.chance % length, fault.chance % 8)
     launcher.end()
-
-
-# -- jobs -----------------------------------------------------------------------------------------
-
-
-async def second_launch(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
-    """A job is launched while it runs, without takeover: it is refused, and the first goes on."""
-    launcher = world.launchers[fault.chance % len(world.launchers)]
-    if launcher.successor is not None or launcher.lost:
-        return
-    second = launcher.launch()
-    await asyncio.wait((second.task,), timeout=fault.lasts_s)
-    if second.joined.is_set():
-        launcher.successor = second  # the first had died meanwhile
-    else:
-        second.kill()
-        await second.task
-
-
-async def takeover(world: HasWorld, node: FakeNode, fault: Fault) -> None:
-    """A second launch takes the job over, and the first one's ranks live on, fenced off. By chance
-    they had been stuck in the middle of their copies, and an agent was restarted for it; or the
-    second one is on other nodes, and what the first one's agents send to the ledger comes late."""
-    rng = Random(fault.chance)
-    launcher = world.launchers[fault.chance % len(world.launchers)]
-    if launcher.successor is not None or launcher.lost:
-        return
-    how = rng.choice(("at once", "stuck", "restart", "restart", "late", "late"))
-    first = launcher.current
-    ranks = first.ranks if first is not None else []
-    late = [rank.node for rank in ranks] if how == "late" else []
-    for rank in ranks:
-        rank.copy_s = 14.0 if how in ("stuck", "restart") else rank.copy_s
-    for name in late:
-        world.cluster.etcd.late(name, 8.0)
-    try:
-        if how != "at once":
-            await asyncio.sleep(rng.uniform(1.0, 6.0))
-        if how == "restart" and node.name in world.living:
-            await world.stop_agent(node, keep_memory=True)
-            await asyncio.sleep(0.2)
-            world.start_agent(node)
-            await asyncio.sleep(1.0)
-        if launcher.successor is not None or launcher.lost or launcher.current is not first:
-            for rank in ranks:
-                rank.copy_s = COPY_S
-            return
-        launcher.left = late
-        await _take_over(launcher, first)
-    finally:
-        launcher.left = []
-        for name in late:
-            world.cluster.etcd.late(name, 0.0)
-    await asyncio.sleep(fault.lasts_s)
-    if first is not None and first is launcher.current:
-        first.kill()
-
-
-async def _take_over(launcher: Any, first: Any) -> None:
-    """Launch, and wait until that stands or failed."""
-    if first is not None:
-        first.stubborn = True
-    launcher.successor = second = launcher.launch(takeover=True)
-    joined = asyncio.ensure_future(second.joined.wait())
-    await asyncio.wait((second.task, joined), timeout=60.0, return_when=asyncio.FIRST_COMPLETED)
-    joined.cancel()
-
-
-async def roll_back(world: HasWorld, _node: FakeNode, fault: Fault) -> None:
-    """A job is stopped, and started again from the oldest step that is committed."""
-    launcher = world.launchers[fault.chance % len(world.launchers)]
-    if launcher.current is not None:
-        launcher.roll_back()
-        await asyncio.sleep(fault.lasts_s)
-
-
-async def straggler(world: HasWorld, node: FakeNode, fault: Fault) -> None:
-    """The ranks of a node stand still in the middle of their copies, longer than a lease or than a
-    save may take, while all others wait for them; by chance a machine that holds shards is lost
-    meanwhile."""
-    launcher = world.launchers[fault.chance % len(world.launchers)]
-    ranks = launcher.current.ranks if launcher.current is not None else []
-    slow = [rank for rank in ranks if rank.node == (node.name, ranks[0].node)[fault.chance % 2]]
-    for rank in slow:
-        rank.copy_s = 14.0 + 1.5 * fault.lasts_s
-    for _ in range(100):
-        if any(rank.copying for rank in slow):
-            break
-        await asyncio.sleep(0.1)
-    others = [name for name in world.living if name not in [rank.node for rank in ranks]]
-    await asyncio.sleep(1.0)
-    for rank in slow:
-        rank.copy_s = COPY_S
-    if others and fault.chance % 3:
-        lost = world.cluster.nodes[others[fault.chance % len(others)]]
-        await crash_lose(world, lost, replace(fault, lasts_s=30.0))
-    else:
-        await asyncio.sleep(fault.lasts_s)
 
 
 # -- ledger ---------------------------------------------------------------------------------------
@@ -366,10 +265,6 @@ SHOCKS: dict[str, Strike] = {
         switch_dead,
         power_blinks,
         power_lost,
-        second_launch,
-        takeover,
-        roll_back,
-        straggler,
         share_rots,
         ambiguous,
         late_transactions,

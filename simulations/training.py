@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+COPY_S = 0.2
+"""What a snapshot takes to be copied into its slot."""
+
 
 @dataclass(frozen=True)
 class Training:

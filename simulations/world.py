@@ -30,10 +30,11 @@ from simulations.failures import FAULTS as OF_NODES
 from simulations.failures import Fault, Strike, from_trace, plan
 from simulations.launcher import Launcher
 from simulations.quiet import Quiet
+from simulations.relaunches import RELAUNCHES
 from simulations.shocks import SHOCKS
 from simulations.training import Training
 
-FAULTS: dict[str, Strike] = {**OF_NODES, **SHOCKS}
+FAULTS: dict[str, Strike] = {**OF_NODES, **SHOCKS, **RELAUNCHES}
 JOB = r.Job(owner_uid=1000, name="world").key
 OTHER_JOB = r.Job(owner_uid=1000, name="other").key
 EXIT_CODES = {"ok": 0, "lost": 4, "wrong": 1, "crash": 5, "stuck": 6}

@@ -39,11 +39,15 @@ from p2pckpt.wire import pack, unpack
 
 __all__ = ["RETRY_S", "Home", "JobContext", "Roster"]
 
-SPACING_S = 0.002
+SPACING_S = 0.004
 """Between requests that all nodes of a job make because of one event: etcd takes some at a time."""
 
 TAKERS = 8
 """Nodes that step in for rank 0's within `commit_delay_high_s`, however many there are."""
+
+UNSURE_S = 15.0
+"""A transaction that was not answered may be carried out for so long: etcd itself gives one up
+after some 7 s."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from p2pckpt import records as r
 from p2pckpt.agent.bucket import WRONG, checkpoint
-from p2pckpt.agent.context import RETRY_S, JobContext
+from p2pckpt.agent.context import RETRY_S, UNSURE_S, JobContext
 from p2pckpt.agent.deciding import groups_of
 from p2pckpt.agent.holdings import Held, document_name
 from p2pckpt.errors import CheckpointError, FormatError, IntegrityError, ObjectAbsent
@@ -77,6 +77,8 @@ class Offloading:
     ctx: JobContext
     objects: ObjectStore
     holds: dict[str, tuple[r.Attempt, Session | None]] = field(default_factory=dict)
+    unsure: dict[str, tuple[r.Attempt, float]] = field(default_factory=dict)
+    """Holds that were asked for without an answer: until when they may still come to stand."""
     busy: str | None = None
     """The attempt of which bytes go out right now, if the store takes them."""
     gone: set[str] = field(default_factory=set)
@@ -114,6 +116,8 @@ class Offloading:
             if self._takes_part(attempt) and self.holds.get(key, (None, None))[1] != session
         ]
         held = [attempt for attempt, _ in self.holds.values()]
+        sure = [a for a, until in self.unsure.values() if until <= self.ctx.home.now()]
+        held += [a for a in sure if a.key not in self.holds]
         return out + [(a, False) for a in held if a.key not in waiting]
 
     def _takes_part(self, attempt: r.Attempt) -> bool:
@@ -136,8 +140,11 @@ class Offloading:
             if await ctx.transact(Txn(compares, (Put(key, b"1", session),))):
                 self.holds[attempt.key] = (attempt, session)
                 ctx.wake()
-        elif not wanted:
-            await ctx.transact(Txn(deletes=(key,)))
+            else:
+                self.unsure[attempt.key] = (attempt, ctx.home.now() + UNSURE_S)
+        elif not wanted and await ctx.transact(Txn(deletes=(key,))):  # else: again
+            if self.unsure.get(attempt.key, (attempt, 0.0))[1] <= ctx.home.now():
+                self.unsure.pop(attempt.key, None)
             self.holds.pop(attempt.key, None)
             self.since.pop(attempt.key, None)
             self.quiet_until.pop(attempt.key, None)

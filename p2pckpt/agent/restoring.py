@@ -19,7 +19,7 @@ from p2pckpt import wire as w
 from p2pckpt.agent.bringing import bring, fetching, staging
 from p2pckpt.agent.bucket import offloaded_groups
 from p2pckpt.agent.closing import Ballot, over, see_closed
-from p2pckpt.agent.context import JobContext, Roster
+from p2pckpt.agent.context import RETRY_S, UNSURE_S, JobContext, Roster
 from p2pckpt.agent.deciding import check_current, decision_of, groups_of
 from p2pckpt.agent.gather import Gathering
 from p2pckpt.agent.holdings import Held, document_name
@@ -70,6 +70,8 @@ class Restoring:
         self.gathering = gathering
         self.ballots: dict[int, Ballot] = {}
         self.reading: set[str] = set()
+        self.unsure: set[str] = set()
+        """Reader's records whose transaction was not answered: it may still be carried out."""
 
     # -- the trainers' calls ----------------------------------------------------------------------
 
@@ -248,7 +250,9 @@ class Restoring:
             there = present(ctx.keys.offloaded(attempt))
         compares = (ctx.state.same_ledger(), there)
         put = Txn(compares, (Put(key, b"1", ctx.home.session),))
-        if not await ctx.transact(put) and await ctx.home.doors.ledger.get(key) is None:
+        if not await ctx.transact(put):
+            self.unsure.add(key)
+        if key in self.unsure and await ctx.home.doors.ledger.get(key) is None:
             raise SourcesAway(f"step {attempt.step} was retired before it could be read")
         self.reading.add(key)
 
@@ -295,10 +299,21 @@ class Restoring:
             return
         key = self._reader_key(decision, decision.commit.attempt)
         self.reading.discard(key)
-        try:
-            await self.ctx.transact(Txn(deletes=(key,)))
-        except LedgerUnavailable as e:
-            self.ctx.note("reader_stays", why=str(e))
+        await self._delete(key)
+        if key in self.unsure:
+            await self.ctx.until(lambda: False, UNSURE_S)
+            await self._delete(key)
+            self.unsure.discard(key)
+
+    async def _delete(self, key: str) -> None:
+        """Until it is certain: a reader's record that stays would keep its step for ever."""
+        while True:
+            try:
+                if await self.ctx.transact(Txn(deletes=(key,))):
+                    return
+            except LedgerUnavailable as e:
+                self.ctx.note("reader_stays", why=str(e))
+            await self.ctx.until(lambda: False, RETRY_S)
 
     # -- small things -----------------------------------------------------------------------------
 

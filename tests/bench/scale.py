@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import sys
@@ -212,6 +213,8 @@ class Crowd:
         """All ranks save; until all agents know, and have done what follows from it."""
         await self._until(self._at_rest)
         before = {name: tally.asked for name, tally in self.tallies.items()}
+        gc.collect()  # of a heap as large as a thousand agents', so not meanwhile
+        gc.disable()
         self.last.clear()
         step = ordinal + 1
         state = self.agents[self.names[0]].jobs[JOB].ctx.state
@@ -220,6 +223,7 @@ class Crowd:
         knowing = [asyncio.create_task(self._knows(agent, attempt)) for agent in self.everybody]
         await asyncio.gather(*(self._save(t, ordinal, step) for t in self.trainers))
         last = max(await asyncio.gather(*knowing), key=lambda moment: moment.wall_s)
+        gc.enable()
         if self.everybody[0].jobs[JOB].ctx.state.committed(attempt) is None:
             raise RuntimeError(f"step {step} did not commit: {self.failed.most_common(3)}")
         await self._until(self._at_rest)

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.bench.scale import one
+from tests.bench.scale import run
 from tests.bench.sizes import broken, table
 
 
 @pytest.fixture(scope="module")
 def small():
-    return one(agents=9, checkpoints=2, layout="rs:2,1", durable=False)
+    (size,) = run([9], checkpoints=2, layout="rs:2,1", durable=False)
+    return size
 
 
 def test_a_checkpoint_is_agreed_on_with_few_requests(small):

@@ -51,7 +51,8 @@ RULES = {
         ("has wrong bytes of step", "two steps or launches", "was restored, never committed"),
     ),
     "newest": Rule(
-        2, "the newest step of the present lineage is restored, or the one asked for",
+        2, "the newest step of the present lineage is restored, or the one asked for; trouble with "
+        "time or peers passes over none (10)",
         ("is there and newer", "was asked for,"),
     ),
     "order": Rule(

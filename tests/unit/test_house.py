@@ -138,6 +138,7 @@ EFFECT_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("simulations/clock.py", "selectors"): "the virtual loop's selector, which never selects",
     ("simulations/failures.py", "random"): "a seed is one plan",
     ("simulations/contents.py", "random"): "what a snapshot must be, from its seed",
+    ("simulations/relaunches.py", "random"): "a fault draws from its own chance",
     ("simulations/shocks.py", "random"): "a fault draws from its own chance",
     ("simulations/world.py", "random"): "the nodes' clocks, from the seed",
     ("simulations/campaign.py", "random"): "the options of a seed",
