@@ -294,6 +294,22 @@ class JobState:
         return none_in(self.keys.commit(lineage, step), prefix_end(prefix))
 
 
+def forgot(seen: r.LedgerSeen | None, truth: JobState) -> str:
+    """Why a ledger that was read is not the one that this node has seen; "" if it is.
+
+    A ledger rebuilt from agents' copies is accepted: its record names the one it replaces.
+    """
+    if seen is None or seen.ledger_id in truth.cleaned:
+        return ""
+    if truth.ledger_id != seen.ledger_id:
+        rebuilt = truth.rebuilt
+        if rebuilt is not None and seen.ledger_id in rebuilt.replaces:
+            return ""
+        found = truth.ledger_id[:8] or "none"
+        return f"the ledger forgot: its id was {seen.ledger_id[:8]}, now {found}"
+    return seen.back
+
+
 def _ballot(key: str, prefix: str) -> tuple[int, int]:
     generation, _, ballot = key[len(prefix) :].partition("/")
     return int(generation), int(ballot)

@@ -140,7 +140,7 @@ class Checkers:
         if whole and kept is not None:  # a repair, or what a restore brought
             found = gains(kept, record, self._shelf)
             if found is not None and found.full and record.kind is r.FileKind.SHARD:
-                self._check_place(attempt.step, found, saved=False)
+                self._check_place(attempt.step, found, node)
 
     def _give_up(self, node: str, file: str, how: str) -> None:
         """Rule 5."""
@@ -264,11 +264,11 @@ class Checkers:
             self.object(f"step {step} committed as full, and lacks {lacking}")
         if not commit.degraded:
             for f in found:
-                self._check_place(step, f, saved=True)
+                self._check_place(step, f)
 
-    def _check_place(self, step: int, found: Found, saved: bool) -> None:
+    def _check_place(self, step: int, found: Found, repaired: str = "") -> None:
         """No two shards on a host, and no rack has more than the parity can replace."""
-        self.promises.placed(step, found, self.living if self.spread else (), saved)
+        self.promises.placed(step, found, self.living if self.spread else (), repaired)
 
     def _check_bytes(self, kept: Kept) -> None:
         """Rule 7: what a committed file has, nobody writes any more."""
@@ -286,15 +286,9 @@ class Checkers:
     def _on_decision(self, decision: r.Decision) -> None:
         """Rule 2: the newest step of the present lineage, unless it cannot be had."""
         _, asked = self.told.started.get((self._ledger_id, decision.generation), ("", None))
-        tip, commit = self.tip, decision.commit
-        if decision.choice is not r.Choice.RESTORE or commit is None or tip is None:
-            return
-        if asked is not None and commit.attempt.step != asked:
-            self.object(f"step {asked} was asked for, {commit.attempt.step} decided")
-        elif asked is None and commit.attempt != tip.commit.attempt:
-            newest = tip.commit.attempt.step
-            if (self.calm or self.promises.hasty(tip.commit)) and not self.lost_ranks(tip):
-                self.object(f"step {commit.attempt.step} decided, and {newest} is there and newer")
+        if (tip := self.tip) is not None:
+            there = not self.lost_ranks(tip)
+            self.promises.decided(decision, asked, tip, there, self.calm)
 
     def _on_closed(self, closed: r.Closed) -> None:
         self.promises.closed(closed)
@@ -383,9 +377,11 @@ class Checkers:
 
     def can_go_back(self) -> bool:
         """Is there an older step of the present lineage that can be had?"""
-        others = (k for k in self.kept.values() if k is not self.tip)
-        lineage = self.tip.commit.lineage if self.tip is not None else ""
-        return any(k.commit.lineage == lineage and not self.lost_ranks(k) for k in others)
+        if (tip := self.tip) is None:
+            return False
+        lineage, step = tip.commit.lineage, tip.commit.attempt.step
+        same = (k for k in self.kept.values() if k.commit.lineage == lineage)
+        return any(k.commit.attempt.step < step and not self.lost_ranks(k) for k in same)
 
     def at_end(self) -> None:
         """Once more, all that stands."""

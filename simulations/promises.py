@@ -54,6 +54,8 @@ class Promises:
         self._writers: dict[tuple[str, str], tuple[str, Writer]] = {}
         self._disturbed, self._clear_at = 0, 0.0
         self._ballot_at = 0.0
+        self._forgot_at = -1.0
+        """When the ledger last forgot: what it rests on then is not what training stood on."""
         self._bad: set[str] = set()
 
     # -- the ledger -------------------------------------------------------------------------------
@@ -92,12 +94,30 @@ class Promises:
             self._bad.add(closed.commit.attempt.key)
         self._ballot_at = true_time()
 
-    def hasty(self, newest: r.Commit) -> bool:
-        """Rule 10: would it be too early now to pass over a step that no ballot found bad?"""
-        key = self.keys.commit(newest.lineage, newest.attempt.step)
-        known = self.cluster.etcd.get(key) is not None
+    def decided(
+        self, decision: r.Decision, asked: int | None, tip: Kept, there: bool, calm: bool
+    ) -> None:
+        """Rules 2 and 10: the step that was asked for, else the newest one if it is ``there``; who
+        passes it over or refuses must have waited for those who were away."""
+        step = decision.commit.attempt.step if decision.commit is not None else -1
+        newest = tip.commit
+        hasty = tip.at_s > self._forgot_at and self._is_early(newest)
+        what = f"step {newest.attempt.step}"
+        if decision.choice is r.Choice.UNPROVEN and asked is None and hasty and there:
+            self.object(f"a restore was refused at once, and {what} is there")
+        if decision.choice is not r.Choice.RESTORE:
+            return
+        if asked is not None and step != asked:
+            self.object(f"step {asked} was asked for, {step} decided")
+        passed = decision.commit is not None and decision.commit.attempt != newest.attempt
+        if asked is None and passed and there and (calm or hasty):
+            self.object(f"step {step} decided, and {what} is there and newer")
+
+    def _is_early(self, newest: r.Commit) -> bool:
+        """Is it too early to pass over a step that no ballot found bad?"""
+        known = self.cluster.etcd.get(self.keys.commit(newest.lineage, newest.attempt.step))
         early = true_time() - self._ballot_at < PATIENCE_S
-        return known and early and newest.attempt.key not in self._bad
+        return known is not None and early and newest.attempt.key not in self._bad
 
     def returned(self, who: str, generation: int, ballot: int) -> None:
         """Rule 2: a rank's restore returned. That is for all ranks together, after the closing."""
@@ -106,10 +126,11 @@ class Promises:
 
     # -- places -----------------------------------------------------------------------------------
 
-    def placed(self, step: int, found: Found, living: Sequence[str], saved: bool) -> None:
+    def placed(self, step: int, found: Found, living: Sequence[str], repaired: str) -> None:
         """Rule 1: no two shards on a host, and, if the racks of those who are ``living`` suffice
-        for it and all of them can be reached, none has more than the parity can replace. If it was
-        not ``saved`` so but repaired, who repairs must have reached all that hold something."""
+        for it and all of them can be reached, none has more than the parity can replace.
+        ``repaired``: the node that just got a shard, "" if all were just saved; only its place is
+        judged then, and only if who repairs could reach all that hold something."""
         nodes = self.cluster.nodes
         owner = (found.owners or [found.share.node])[0]
         holders = [next((n for n in names if n != owner), owner) for names in found.shards.values()]
@@ -117,10 +138,11 @@ class Promises:
             return  # somebody came back with what was repaired or sent elsewhere meanwhile
         clear = self._disturbed == 0 and true_time() >= self._clear_at
         hosts = [nodes[n].host for n in (owner, *holders)]
-        if len(set(hosts)) < len(hosts) and (clear or saved):
+        if len(set(hosts)) < len(hosts) and (clear or not repaired):
             self.object(f"step {step}: share of {found.share.node} lies on hosts {hosts}")
         racks = [self._rack(n) for n in holders]
-        most, allowed = max(map(racks.count, racks), default=0), max(1, found.layout.m)
+        judged = [self._rack(repaired)] if repaired else racks
+        most, allowed = max(map(racks.count, judged), default=0), max(1, found.layout.m)
         room = [self._rack(n) for n in living if self._rack(n) != self._rack(owner)]
         suffice = sum(min(room.count(rack), allowed) for rack in set(room))
         if clear and most > allowed and suffice >= found.layout.shards:
@@ -152,6 +174,7 @@ class Promises:
         elif what in DAMAGE:
             self._damaged.append(facts["name"])
         elif what in ("fault.ledger.wipe", "fault.ledger.rollback"):
+            self._forgot_at = true_time()
             self.forget()
         elif what == "bucket.delete":
             for attempt in (offloaded.commit.attempt for offloaded in known):

@@ -191,18 +191,18 @@ async def _rebuild(world: HasWorld, fault: Fault) -> None:
             facts = {"job": job, "problem": reply.problem, "steps": list(reply.steps)}
             world.cluster.log.add("operator", "rebuild", facts)
             asked_all = attempt > len(world.living)
-            if not reply.problem or ("nothing to rebuild" in reply.problem and asked_all):
-                left.remove(job)
-            elif "no living agent has a copy" in reply.problem and asked_all:
-                await _clean(world, node, job)
+            nothing = asked_all and "nothing to rebuild" in reply.problem
+            lost = asked_all and "no living agent has a copy" in reply.problem
+            if not reply.problem or nothing or (lost and await _clean(world, node, job)):
                 left.remove(job)
         if not left:
             return
         await asyncio.sleep(2.0)
 
 
-async def _clean(world: HasWorld, node: FakeNode, job: str) -> None:
-    """The job had not committed anything: `p2pckpt job clean`, while no trainer lives."""
+async def _clean(world: HasWorld, node: FakeNode, job: str) -> bool:
+    """The job had not committed anything: `p2pckpt job clean`, while no trainer lives. False: it is
+    not known yet that none does."""
     for launcher in world.launchers:
         if launcher.training.job == job:
             launcher.checkers.forgotten()
@@ -211,8 +211,9 @@ async def _clean(world: HasWorld, node: FakeNode, job: str) -> None:
         reply = await node.trainer().call(w.CleanCall(job, dry_run=False))
     except CheckpointError as e:
         world.cluster.log.add("operator", "clean.failed", {"job": job, "why": repr(e)})
-    else:
-        world.cluster.log.add("operator", "clean", {"job": job, "reply": reply})
+        return False
+    world.cluster.log.add("operator", "clean", {"job": job, "reply": reply})
+    return isinstance(reply, w.CleanReply) and "live" not in reply.problem
 
 
 # -- object store ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from msgspec import structs
@@ -32,7 +33,7 @@ from p2pckpt.errors import (
     LedgerUnavailable,
     NoRoom,
 )
-from p2pckpt.jobstate import FLOOR_START, JobState
+from p2pckpt.jobstate import FLOOR_START, JobState, forgot
 from p2pckpt.ports import Put, Txn, absent
 from p2pckpt.save.commit import abort_txn
 from p2pckpt.wire import pack, unpack
@@ -41,6 +42,9 @@ __all__ = ["RETRY_S", "Home", "JobContext", "Roster"]
 
 SPACING_S = 0.004
 """Between requests that all nodes of a job make because of one event: etcd takes some at a time."""
+
+NEWS_S = 0.001
+"""For each node of a job: how long the news of an outcome may take until all have it."""
 
 TAKERS = 8
 """Nodes that step in for rank 0's within `commit_delay_high_s`, however many there are."""
@@ -317,14 +321,21 @@ class JobContext:
 
     def spread_s(self) -> float:
         """A random while, so that not all nodes of the roster ask for the same at once."""
-        nodes = len(self.roster.nodes) if self.roster is not None else 0
-        return self.home.doors.ids.uniform(0.0, nodes * SPACING_S)
+        return self.home.doors.ids.uniform(0.0, self._nodes * SPACING_S)
+
+    def news_s(self) -> float:
+        """So long nothing is written that all nodes would have to hear of besides an outcome."""
+        return self._nodes * NEWS_S
 
     def turn_s(self) -> float:
         """When this node steps in for rank 0's: at random, some nodes in `commit_delay_high_s`."""
-        config, nodes = self.home.config, len(self.roster.nodes) if self.roster is not None else 0
-        low, high = config.commit_delay_low_s, config.commit_delay_high_s
-        return self.home.doors.ids.uniform(low, low + (high - low) * max(1.0, nodes / TAKERS))
+        low, high = self.home.config.commit_delay_low_s, self.home.config.commit_delay_high_s
+        spread = (high - low) * max(1.0, self._nodes / TAKERS)
+        return self.home.doors.ids.uniform(low, low + spread)
+
+    @property
+    def _nodes(self) -> int:
+        return len(self.roster.nodes) if self.roster is not None else 0
 
     def uncopied(self) -> list[r.Commit]:
         """Commits of which this node holds bytes, and no copy of the record beside them yet."""
@@ -350,22 +361,6 @@ class JobContext:
         return self.roster
 
 
-def forgot(seen: r.LedgerSeen | None, truth: JobState) -> str:
-    """Why a ledger that was read is not the one that this node has seen; "" if it is.
-
-    A ledger rebuilt from agents' copies is accepted: its record names the one it replaces.
-    """
-    if seen is None or seen.ledger_id in truth.cleaned:
-        return ""
-    if truth.ledger_id != seen.ledger_id:
-        rebuilt = truth.rebuilt
-        if rebuilt is not None and seen.ledger_id in rebuilt.replaces:
-            return ""
-        found = truth.ledger_id[:8] or "none"
-        return f"the ledger forgot: its id was {seen.ledger_id[:8]}, now {found}"
-    return seen.back
-
-
 def copied_groups(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
     """An attempt's group records as they lie beside this node's bytes; [] if they do not."""
     packed = ctx.home.doors.arena.document(copy_name(attempt))
@@ -380,12 +375,17 @@ def copied_groups(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
 
 def seen_name(job: str) -> str:
     """Document beside the bytes: LedgerSeen of a job."""
-    return f"seen-{hashlib.sha256(job.encode()).hexdigest()[:16]}"
+    return f"seen-{_digest(job)}"
 
 
 def copy_name(attempt: r.Attempt) -> str:
     """Document beside the bytes: CommitCopy of an attempt."""
-    return f"copy-{hashlib.sha256(attempt.job.encode()).hexdigest()[:16]}-{attempt.key}"
+    return f"copy-{_digest(attempt.job)}-{attempt.key}"
+
+
+@lru_cache(maxsize=256)
+def _digest(job: str) -> str:
+    return hashlib.sha256(job.encode()).hexdigest()[:16]
 
 
 async def prepare_files(ctx: JobContext, kind: r.FileKind, size: int, count: int) -> None:

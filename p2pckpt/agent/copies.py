@@ -43,7 +43,7 @@ async def keep_copies(ctx: JobContext) -> None:
     """
     while True:
         await ctx.until(lambda: bool(ctx.uncopied()), None)
-        await ctx.until(lambda: not _retiring(ctx), RETRY_S)
+        await ctx.until(lambda: not _retiring(ctx), RETRY_S + ctx.news_s())
         await asyncio.sleep(ctx.spread_s())
         for commit in ctx.uncopied():
             try:

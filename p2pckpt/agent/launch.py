@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.context import RETRY_S, JobContext, Roster
+from p2pckpt.agent.context import RETRY_S, UNSURE_S, JobContext, Roster
 from p2pckpt.agent.installing import (
     Installing,
     Waited,
@@ -62,6 +62,8 @@ class Launch:
     """One of the ranks here acts for all of them."""
     announced: tuple[bytes, Session | None] | None = None
     """What the ledger knows of this node's ranks, and under which session."""
+    unsure: bool = False
+    """Something was announced without an answer: it may still come to stand."""
     look_at: float = 0.0
     looked_at: float = 0.0
     reason: str = ""
@@ -276,6 +278,8 @@ class Launches:
         there = entry is not None and entry.value == said[0]
         if there or await self.ctx.transact(Txn(puts=(Put(key, *said),))):
             launch.announced = said  # else the next turn shows whether it is there
+        else:
+            launch.unsure = True
 
     async def _joins(self, run_token: str) -> list[r.Join]:
         prefix = self.ctx.keys.join(run_token, "")
@@ -335,7 +339,7 @@ class Launches:
         launch.generation = roster.generation
         if told != launch.trainers:  # who died meanwhile was told as living
             await self.report(roster.generation.number, launch.trainers)
-        await ctx.transact(Txn(deletes=(ctx.keys.join(launch.call.run_token, home.node),)))
+        home.spawn("forget a join", self._forget(launch.call.run_token, launch))
         ctx.wake()
         return True
 
@@ -365,6 +369,20 @@ class Launches:
             if not launch.trainers:
                 self.launches.pop(token, None)
 
+    async def _forget(self, token: str, launch: Launch) -> None:
+        """The join of a launch that stands, or is no more, goes; and again when one that was not
+        answered may have come after all. Not that of a later launch."""
+        key = self.ctx.keys.join(token, self.ctx.home.node)
+        for pause_s in (0.0, UNSURE_S) if launch.unsure else (0.0,):
+            await self.ctx.until(lambda: False, pause_s)
+            while self.launches.get(token) in (None, launch):
+                try:
+                    if await self.ctx.transact(Txn(deletes=(key,))):
+                        break
+                except LedgerUnavailable as e:
+                    self.ctx.note("tell_later", why=str(e))
+                await asyncio.sleep(RETRY_S)
+
     async def _tell(self, token: str, launch: Launch) -> None:
         """Until the ledger knows: the report of a standing launch, the join of a forming one."""
         while True:
@@ -375,8 +393,7 @@ class Launches:
                     launch.join_id = self.ctx.home.doors.ids.new()
                     await self._announce(launch.call, launch)
                 else:
-                    key = self.ctx.keys.join(token, self.ctx.home.node)
-                    await self.ctx.transact(Txn(deletes=(key,)))
+                    await self._forget(token, launch)
                 return
             except CheckpointError as e:
                 self.ctx.note("tell_later", why=str(e))

@@ -16,6 +16,7 @@ swept: the groups of a step that is committed or offloaded.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from p2pckpt import records as r
@@ -69,7 +70,7 @@ class Trim:
 def decide_retire(state: JobState, keep_last: int) -> list[Retirement]:
     """Commits that keep_last newer ones of the current lineage make needless, oldest first."""
     current = state.current_lineage()
-    if current is None or keep_last < 1:
+    if current is None or not 1 <= keep_last < len(state.commits):
         return []
     bad = state.quarantined()
     good = [
@@ -217,6 +218,8 @@ async def retire(ctx: JobContext) -> None:
     while True:
         await ctx.until(wanted, None)
         led = _led(ctx)
+        if led:
+            await asyncio.sleep(ctx.news_s())  # the outcome goes before what follows from it
         others_s = OTHERS_AFTER_S + ctx.turn_s()
         if not led and await ctx.until(lambda: not _due(ctx), others_s):
             continue  # somebody else did

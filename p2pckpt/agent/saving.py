@@ -240,7 +240,7 @@ class Saving:
         if found is None:
             raise StaleGenerationError(f"{ctx.home.node} has no rank in generation {generation}")
         own = self.open.get(attempt.key)
-        if own is None:
+        if own is None or own.attempt != attempt:  # one of a ledger that is gone may have its key
             for old in [a for a in self.open.values() if ctx.decided(a.attempt)][:-REMEMBERED]:
                 del self.open[old.attempt.key]
             closed = ctx.state.lineage(attempt.generation)

@@ -93,6 +93,8 @@ class Serving:
             need, arena = sum(offer.lengths) + offer.manifest_bytes, self.home.doors.arena
             have = max(0, arena.budget_bytes - arena.used_bytes)
             return w.RefusedReply(reason=str(e), room_need=need, room_have=have)
+        while (twin := self.incoming.pop(key, None)) is not None:  # the same offer came twice
+            await self._drop(twin)
         self.incoming[key] = incoming
         layout = ctx.state.generation.layout if ctx.state.generation else r.Layout(1, 0)
         ctx.track(offer.attempt, sum(offer.lengths) * layout.shards)

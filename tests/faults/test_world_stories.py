@@ -10,6 +10,7 @@ import pytest
 from stage import JOB, play, until
 
 from p2pckpt import records as r
+from p2pckpt import wire as w
 from p2pckpt.agent.context import RETRY_S
 from p2pckpt.errors import CheckpointError, GenerationHeld
 
@@ -198,5 +199,65 @@ def test_who_learns_of_wipe_and_rebuild_at_once_does_not_freeze_for_it(after_s):
         launch = await launch.again()
         assert await launch.restore() == 8
         await launch.saved(9)
+
+    play(story)
+
+
+def test_a_rank_that_dies_when_its_launch_stands_is_not_told_as_living():
+    """Found by `takeover`. All ranks die while their agents tell the ledger that they live; the
+    next launch must not be held up by what these said."""
+
+    async def story(stage):
+        first = stage.form(*THREE)
+        stage.before_commit("n1", first.kill, prefix="trainers/")
+        await asyncio.gather(*(k.join() for k in first.ranks), return_exceptions=True)
+        await asyncio.sleep(1.0)
+        assert stage.state().generation.number == 1
+        async with asyncio.timeout(10.0):
+            await stage.launch(*THREE)
+
+    play(story)
+
+
+def test_a_reader_whose_leave_was_not_answered_leaves_all_the_same():
+    """Found by `takeover` with late transactions: a reader's record that stays keeps its step for
+    ever, and as many of those as a job retains keep it from saving."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        launch.kill()
+        launch = await launch.again()
+
+        def leaves(name, txn):
+            if any("/readers/" in key for key in txn.deletes):
+                stage.before_txn.remove(leaves)
+                stage.etcd.ambiguous_next(name)
+
+        stage.before_txn.append(leaves)
+        assert await launch.restore() == 1
+        await asyncio.sleep(30.0)
+        assert stage.etcd.list(r.JobKeys(JOB).root + "readers/").entries == ()
+
+    for seed in range(1, 5):
+        play(story, seed=seed)
+
+
+def test_an_offer_that_comes_twice_at_once_leaves_nothing():
+    """Seed 97. The network doubled an offer; the files of the first were forgotten by the second,
+    and stayed for ever."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        state, agent = stage.state(), stage.agents["n4"]
+        attempt = r.Attempt(state.ledger_id, JOB, state.generation.number, 7, 99)
+        offer = w.PutOffer(attempt, "n0", 0, (5000,), 100, "d" * 64)
+        replies = await asyncio.gather(*(agent.on_peer("n0/peers", offer) for _ in range(2)))
+        assert [type(reply) for reply in replies] == [w.PutGrant, w.PutGrant]
+        assert len(agent.home.holdings.of_attempt(attempt)) == 2
+        await asyncio.sleep(120.0)
+        assert agent.home.holdings.of_attempt(attempt) == []
+        assert agent.serving.incoming == {}
 
     play(story)

@@ -36,7 +36,7 @@ RULES = {
     ),
     "refusal": Rule(
         1, "a restore does not refuse what can be had",
-        ("restore refuses, and all bytes", "the job failed"),
+        ("restore refuses, and all bytes", "the job failed", "refused at once, and"),
     ),
     "stored": Rule(
         1, "what counts as offloaded lies in the object store",

@@ -10,8 +10,7 @@ from ledger_world import KEYS, LEDGER, Book, attempt, generation_record, group_r
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.cleaning import announce_txn, decide_clean
-from p2pckpt.agent.context import forgot
-from p2pckpt.jobstate import JobState
+from p2pckpt.jobstate import JobState, forgot
 from p2pckpt.ports import Put, Txn
 from p2pckpt.restore.locate import Facts, decide_restore
 from p2pckpt.wire import pack
