@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from msgspec import structs
 
@@ -26,6 +25,7 @@ from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.context import RETRY_S, Home, JobContext, copy_name, seen_name
 from p2pckpt.agent.deciding import ask_all
+from p2pckpt.agent.polling import poll
 from p2pckpt.errors import CheckpointError, FormatError, LedgerUnavailable
 from p2pckpt.jobstate import JobState, entry_of
 from p2pckpt.ports import (
@@ -42,8 +42,6 @@ from p2pckpt.ports import (
     value_is,
 )
 from p2pckpt.wire import pack, unpack
-
-T = TypeVar("T")
 
 OPERATIONS = 100
 """Of one transaction; etcd allows 128."""
@@ -145,7 +143,8 @@ async def clean(ctx: JobContext, dry_run: bool) -> w.CleanReply:
     """Decide and, unless `dry_run`, do. Raises CheckpointError if the job changes meanwhile."""
     home, keys = ctx.home, ctx.keys
     held, silent = await ask_all(ctx, w.HeldQuery(ctx.job))
-    memories = await _ask(ctx, w.CopiesQuery(ctx.job), w.CopiesReply)
+    members = (await home.living()).members.values()
+    memories = await poll(ctx, w.CopiesQuery(ctx.job), w.CopiesReply, members)
     seen = {n: m.seen.ledger_id for n, m in memories.items() if m.seen is not None}
     listing = await home.doors.ledger.list(keys.root)
     plan = decide_clean(keys, listing, held, seen)
@@ -174,26 +173,6 @@ async def clean(ctx: JobContext, dry_run: bool) -> w.CleanReply:
     return structs.replace(reply, left=tuple(left))
 
 
-async def _ask(ctx: JobContext, query: r.Record, kind: type[T]) -> dict[str, T]:
-    """The answers of all living agents, by node."""
-    out: dict[str, T] = {}
-
-    async def ask(node: str, address: str) -> None:
-        try:
-            timeout_s = ctx.home.config.peer_timeout_s
-            reply = await ctx.home.doors.peers.call(address, query, timeout_s)
-            if isinstance(reply, kind):
-                out[node] = reply
-        except CheckpointError as e:
-            ctx.note("no_answer", node=node, why=str(e))
-
-    members = (await ctx.home.living(ctx.home.config.keepalive_s)).members
-    async with asyncio.TaskGroup() as group:
-        for node, member in sorted(members.items()):
-            group.create_task(ask(node, member.peers_address))
-    return out
-
-
 async def _away(ctx: JobContext, listing: Listing, answered: set[str]) -> list[str]:
     """Nodes of the last generation whose agents do not answer."""
     entry = entry_of(listing, ctx.keys.generation)
@@ -217,11 +196,11 @@ async def _confirmed(ctx: JobContext, ids: set[str]) -> list[str]:
     """Wait, at most CONFIRM_S, until no living agent holds bytes; the nodes that still do."""
     deadline = ctx.home.now() + CONFIRM_S
     while True:
-        members = set((await ctx.home.living()).members)
-        held = await _ask(ctx, w.FreeCleaned(ctx.job), w.HeldReply)
+        members = (await ctx.home.living()).members
+        held = await poll(ctx, w.FreeCleaned(ctx.job), w.HeldReply, members.values())
         done = {n for n, h in held.items() if not any(f.attempt.ledger_id in ids for f in h.files)}
-        if members <= done or ctx.home.now() >= deadline:
-            return sorted(members - done)
+        if members.keys() <= done or ctx.home.now() >= deadline:
+            return sorted(members.keys() - done)
         await asyncio.sleep(RETRY_S / 2)
 
 

@@ -26,6 +26,7 @@ from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.context import RETRY_S, JobContext, copy_name
 from p2pckpt.agent.deciding import groups_of
+from p2pckpt.agent.polling import poll
 from p2pckpt.errors import CheckpointError, FormatError, LedgerForgot
 from p2pckpt.jobstate import entry_of
 from p2pckpt.ports import Listing, Put, Txn, absent, unchanged, value_is
@@ -115,18 +116,9 @@ async def rebuild(ctx: JobContext, dry_run: bool) -> w.RebuildReply:
     """Gather, decide, and unless `dry_run` write. Raises CheckpointError if the ledger changes."""
     home = ctx.home
     members = (await home.living()).members
-    replies = {home.node: remembered(ctx)}
-    for name, member in sorted(members.items()):
-        if name == home.node:
-            continue
-        try:
-            timeout_s = home.config.peer_timeout_s
-            ask = w.CopiesQuery(ctx.job)
-            reply = await home.doors.peers.call(member.peers_address, ask, timeout_s)
-            if isinstance(reply, w.CopiesReply):
-                replies[name] = reply
-        except CheckpointError as e:
-            ctx.note("no_copies", node=name, why=str(e))
+    others = [m for name, m in members.items() if name != home.node]
+    replies = await poll(ctx, w.CopiesQuery(ctx.job), w.CopiesReply, others)
+    replies[home.node] = remembered(ctx)
     try:
         await ctx.truth()
     except LedgerForgot as e:

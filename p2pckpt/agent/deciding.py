@@ -17,13 +17,12 @@ from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.bucket import ask_bucket
 from p2pckpt.agent.context import RETRY_S, JobContext, Roster, copied_groups
-from p2pckpt.errors import CheckpointError, FormatError, LedgerUnavailable, StaleGenerationError
+from p2pckpt.agent.polling import poll
+from p2pckpt.errors import FormatError, LedgerUnavailable, StaleGenerationError
 from p2pckpt.ports import Put, Txn, absent
 from p2pckpt.restore.locate import Facts, Finding, candidates, decide_restore, lineage_after
 from p2pckpt.save.commit import read_groups
 from p2pckpt.wire import pack
-
-QUERIES_AT_ONCE = 64
 
 
 async def decision_of(
@@ -79,7 +78,7 @@ def check_current(ctx: JobContext, generation: int) -> None:
 
 async def groups_of(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
     """The group records of an attempt; where the ledger's are damaged, the copies kept beside the
-    bytes. Raises FormatError if there are none."""
+    bytes, here or on another node. Raises FormatError if there are none."""
     asked_at = ctx.home.now()
     listing = await ctx.home.doors.ledger.list(ctx.keys.groups_of(attempt))
     try:
@@ -90,9 +89,19 @@ async def groups_of(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
         return groups
     except FormatError as e:
         ctx.note("group_damaged", attempt=attempt.key, why=str(e))
-        if copies := copied_groups(ctx, attempt):
+        if copies := copied_groups(ctx, attempt) or await _copies_elsewhere(ctx, attempt):
             return copies
         raise
+
+
+async def _copies_elsewhere(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
+    """The group records of a commit as others keep them beside their bytes; [] if nobody does."""
+    commit, members = ctx.state.committed(attempt), (await ctx.home.living()).members
+    replies = await poll(ctx, w.CopiesQuery(ctx.job), w.CopiesReply, members.values())
+    for copy in (copy for node in sorted(replies) for copy in replies[node].copies):
+        if copy.commit == commit:
+            return list(copy.groups)
+    return []
 
 
 async def ask_all(ctx: JobContext, query: w.HeldQuery) -> tuple[dict[str, w.HeldReply], list[str]]:
@@ -104,23 +113,9 @@ async def ask(
     ctx: JobContext, query: w.HeldQuery, members: Iterable[r.Member]
 ) -> tuple[dict[str, w.HeldReply], list[str]]:
     """What some agents hold, and which of them did not answer."""
-    home, asked = ctx.home, {member.node: member for member in members}
-    limit = asyncio.Semaphore(QUERIES_AT_ONCE)
-    answers: dict[str, w.HeldReply] = {}
-
-    async def one(member: r.Member) -> None:
-        async with limit:
-            try:
-                timeout_s = home.config.peer_timeout_s
-                reply = await home.doors.peers.call(member.peers_address, query, timeout_s)
-                if isinstance(reply, w.HeldReply) and reply.store_id == member.store_id:
-                    answers[member.node] = reply
-            except CheckpointError as e:
-                ctx.note("no_answer", node=member.node, why=str(e))
-
-    async with asyncio.TaskGroup() as group:
-        for name in sorted(asked):
-            group.create_task(one(asked[name]))
+    asked = {member.node: member for member in members}
+    heard = await poll(ctx, query, w.HeldReply, asked.values())
+    answers = {n: reply for n, reply in heard.items() if reply.store_id == asked[n].store_id}
     return answers, sorted(set(asked) - set(answers))
 
 

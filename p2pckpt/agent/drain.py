@@ -229,6 +229,8 @@ class Draining:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(move)) for move in moves]
         failed = [why for task in tasks for why in task.result()]
+        if failed and (await ctx.refresh()).committed(attempt) is None:
+            return 0, []  # retired meanwhile, which who should have taken it may have seen first
         said = [f"job {ctx.job}, step {attempt.step}: {why}" for why in (*failed, *lacking)]
         return len(failed), said
 

@@ -88,7 +88,7 @@ AGENT_ORDER = [
     {"holdings"},
     {"home", "roster"},
     {"context"},
-    {"gather", "bucket", "installing"},
+    {"gather", "bucket", "installing", "polling"},
     {"deciding"},
     {"closing", "bringing", "settling", "rereading"},
     {

@@ -179,6 +179,7 @@ def test_one_launch_on_two_nodes_is_one_generation():
         )
         assert one.generation == two.generation
         assert one.generation.number == 1
+        await asyncio.sleep(1.0)
         listing = cluster.etcd.list(KEYS.join("t", ""))
         assert not listing.entries, "joins are taken away"
         reports = cluster.etcd.list(KEYS.trainers(1, "")).entries
