@@ -28,6 +28,9 @@ from p2pckpt.restore.locate import decide_close
 from p2pckpt.restore.pipeline import Fetched
 from p2pckpt.wire import pack
 
+CEDE_S = 30.0
+"""How long repair and making room cede to one ballot: longer than bytes that are there take."""
+
 REASON_CHARS = 480
 """Of all failures of one node together: a group of 64 nodes of 16 ranks stays below 64 KB."""
 
@@ -44,6 +47,26 @@ class Ballot:
     decide_s: float = 0.0
     news: bool = False
     """This node wrote a group's report, so the ballot may be due."""
+
+
+async def restore_first(ctx: JobContext) -> None:
+    """Before work that can wait: until no restore of the job is under way or to be expected, at
+    most CEDE_S for one. Training stands still meanwhile; what repair brings back lacks a little
+    longer."""
+
+    def to_come() -> tuple[int, int] | None:
+        state, number = ctx.state, ctx.state.generation.number if ctx.state.generation else 0
+        decided = [k for k in state.decisions if k[0] == number and k not in state.closed]
+        if decided or any(k[0] == number and c.ballot for k, c in state.closed.items()):
+            return max(decided, default=None)
+        newest = state.latest()
+        return (number, 0) if newest and newest.attempt.generation < number else None
+
+    key = to_come()
+    if key is None or key == ctx.ceded:
+        return
+    if not await ctx.until(lambda: to_come() != key, CEDE_S):
+        ctx.ceded = key
 
 
 def over(ctx: JobContext, ballot: Ballot) -> bool:

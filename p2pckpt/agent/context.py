@@ -71,6 +71,7 @@ class JobContext:
     """Those of a committed attempt that were read last."""
     losses: int = 0  # files of the newest step that were told to be lost: repair looks again
     elsewhere: set[tuple[r.Attempt, str]] = field(default_factory=set)  # holders not recorded
+    ceded: tuple[int, int] | None = None  # the ballot that other work has waited for long enough
     proven_revision: int = 0
     """Of the newest linearizable read of this job's records that found them not gone back."""
     proven_at: float = -1e9

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 
 from p2pckpt import records as r
+from p2pckpt.agent.closing import restore_first
 from p2pckpt.agent.context import JobContext, prepare_files
 from p2pckpt.agent.deciding import groups_of
 
@@ -61,11 +62,13 @@ async def _newest(ctx: JobContext) -> list[r.SealedShare]:
 
 
 async def _make(ctx: JobContext, wanted: dict[r.FileKind, tuple[int, int]]) -> None:
-    """Free files of each kind: (bytes, how many)."""
+    """Free files of each kind: (bytes, how many); the slots first, which a restore waits for."""
     home = ctx.home
     begun, before = home.now(), sum(held.capacity for held in home.holdings)
-    async with asyncio.TaskGroup() as group:
-        for kind, (size, count) in wanted.items():
+    for kind, (size, count) in wanted.items():
+        if kind is not r.FileKind.SLOT:
+            await restore_first(ctx)
+        async with asyncio.TaskGroup() as group:
             for _ in range(count):
                 group.create_task(prepare_files(ctx, kind, size, count))
     made = sum(held.capacity for held in home.holdings) - before

@@ -27,6 +27,7 @@ from functools import partial
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.bringing import bring, fetching
+from p2pckpt.agent.closing import restore_first
 from p2pckpt.agent.context import JobContext
 from p2pckpt.agent.deciding import ask, ask_all, groups_of
 from p2pckpt.agent.holdings import Held, Want, document_name
@@ -251,6 +252,7 @@ class Repairing:
         a place."""
         ctx, attempt = self.ctx, commit.attempt
         stages: list[Held] = []
+        await restore_first(ctx)
         try:
             manifest = await self._copies(commit, repair)
             share = await self._encoded(manifest, repair, stages)
@@ -289,6 +291,7 @@ class Repairing:
         ctx, failed = self.ctx, set[str]()
         while (node := substitute(crew, ctx.home.node, used, failed)) is not None:
             try:
+                await restore_first(ctx)
                 holder, doors = crew.members[node], ctx.home.doors
                 await send_shard(share, index, holder, doors, ctx.home.config)
                 used.add(node)

@@ -20,6 +20,7 @@ import numpy as np
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
+from p2pckpt.agent.closing import restore_first
 from p2pckpt.agent.context import Home, JobContext, prepare_files
 from p2pckpt.agent.holdings import Held, Want, document_name
 from p2pckpt.coding.checksum import verify_chunks
@@ -175,8 +176,12 @@ class Serving:
         """The next save's file of this shard, before it is asked for."""
         shards = [h for h in self.home.holdings.of_job(ctx.job) if h.kind is r.FileKind.SHARD]
         count = 2 * len({(h.owner, h.part) for h in shards if h.capacity >= shard.capacity})
-        work = prepare_files(ctx, r.FileKind.SHARD, shard.capacity, count)
-        self.home.spawn("prepare shards", work)
+
+        async def prepare() -> None:
+            await restore_first(ctx)
+            await prepare_files(ctx, r.FileKind.SHARD, shard.capacity, count)
+
+        self.home.spawn("prepare shards", prepare())
 
     async def _check(self, incoming: Incoming) -> bytes:
         """Everything that arrived against the digest. Raises IntegrityError or FormatError."""
