@@ -1,1 +1,1 @@
-"""The product's own agents in a world of virtual time, and the failure studies."""
+"""The product's own agents in a world of virtual time, failure studies, and published values."""

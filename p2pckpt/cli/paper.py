@@ -23,9 +23,9 @@ from p2pckpt.cli.output import EXIT_DONE, EXIT_FAILED, finish, json_option, plur
 from p2pckpt.errors import UsageError
 
 if TYPE_CHECKING:  # numpy and the model are loaded by who asks for them
-    from simulations.paper import Row
-    from simulations.replays import Driven
-    from simulations.traces import Statistics, Trace
+    from simulations.papers.checks import Row
+    from simulations.study.replays import Driven
+    from simulations.study.traces import Statistics, Trace
 
 WORDS = {
     "passed": "passed",
@@ -61,9 +61,10 @@ def paper_checks(
     Rows that are known not to reproduce say by which factor; rows that need data that is not
     shipped are counted apart. Exit codes: 0 all within tolerance, 1 not.
     """
-    from simulations import paper, traces
+    from simulations.papers import checks
+    from simulations.study import traces
 
-    rows = paper.load(published or paper.PUBLISHED)
+    rows = checks.load(published or checks.PUBLISHED)
     chosen = [row for row in rows if not only or row.id.startswith(only)]
     if not chosen:
         raise UsageError(f"--only {', '.join(only)}: no row's id begins so")
@@ -73,9 +74,9 @@ def paper_checks(
         results = []
         for row in chosen:
             bar.update(task, description=f"{row.id:24}")
-            results.append(paper.judge(row, paper.find(row, seed, records)))
+            results.append(checks.judge(row, checks.find(row, seed, records)))
             bar.advance(task)
-    counts = paper.summary(results)
+    counts = checks.summary(results)
     failed = [row for row in results if row.passed is False]
     document = {
         "seed": seed,
@@ -83,7 +84,7 @@ def paper_checks(
         "rows": [{**asdict(row), "pass": row.passed} for row in results],
     }
     text = _rendered(_checks(results)) + ", ".join(
-        f"{count} {paper.Outcome[name.upper()]}" for name, count in counts.items()
+        f"{count} {checks.Outcome[name.upper()]}" for name, count in counts.items()
     )
     advice = ""
     if failed:
@@ -114,7 +115,7 @@ def trace(file: Path, json_file: str | None, **options: object) -> None:
 
     Forms: rows `seconds,count` (two at each change); the header `index,Time,GPUs`; LANL's records.
     """
-    from simulations import replays, scenario, traces
+    from simulations.study import replays, scenario, traces
 
     what = traces.load(file, str(options["time_unit"]), int(str(options["gpus_per_node"])))
     facts = traces.describe(what)

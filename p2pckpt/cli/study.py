@@ -21,8 +21,8 @@ from topology import Cluster, TopologyError
 from topology.discover import FORMATS, read_cluster
 
 if TYPE_CHECKING:  # numpy and the model are loaded by who asks for them
-    from simulations.scenario import Scenario
-    from simulations.study import Progress
+    from simulations.study.scenario import Scenario
+    from simulations.study.story import Progress
 
 NO_FIGURES = "no figure was drawn: matplotlib is not installed\npip install 'p2pckpt[study]'"
 
@@ -54,9 +54,9 @@ def _scenario(
     cluster: tuple[Cluster, str, float] | None = None,
 ) -> Scenario:
     """Raises UsageError, ConfigError, FormatError."""
-    from simulations.relocate import on_cluster
-    from simulations.scenario import load
-    from simulations.traces import load as load_trace
+    from simulations.study.relocate import on_cluster
+    from simulations.study.scenario import load
+    from simulations.study.traces import load as load_trace
 
     found = load(name)
     if cluster is not None:
@@ -108,7 +108,7 @@ def run(scenario: str, out: str, figures: bool, json_file: str | None, **options
 
     Exit codes: 0 done, 4 done, but matplotlib is missing.
     """
-    from simulations import report, study
+    from simulations.study import report, story
 
     chosen = _scenario(scenario, options["changes"], options["trace"])
     folder = Path(out)
@@ -117,14 +117,14 @@ def run(scenario: str, out: str, figures: bool, json_file: str | None, **options
     except OSError as e:
         raise UsageError(f"--out {out}: {e.strerror}") from e
     with _bar() as tell:
-        found = study.study(chosen, options["runs"], options["seed"], tell)
+        found = story.study(chosen, options["runs"], options["seed"], tell)
     document = report.document(found)
     emit(str(folder / f"{chosen.name}.json"), document)
     (folder / f"{chosen.name}.csv").write_text(report.csv_text(found.rows))
     files, missing = [f"{chosen.name}.json", f"{chosen.name}.csv"], False
     if figures:
         try:
-            from simulations import figures as drawing
+            from simulations.study import figures as drawing
         except ImportError:
             missing = True
         else:
@@ -144,12 +144,12 @@ def compare(scenario: str, schemes: tuple[str, ...], json_file: str | None, **op
 
     A scheme is s3, local, copies:R, rs:K,M, xor:G or parity:G,F, with @POLICY behind it.
     """
-    from simulations import report, study
+    from simulations.study import report, story
 
     chosen = _scenario(scenario, options["changes"], options["trace"])
     runs, seed = options["runs"], options["seed"]
     with _bar() as tell:
-        rows = study.compare(chosen, schemes or chosen.schemes, runs, seed, tell)
+        rows = story.compare(chosen, schemes or chosen.schemes, runs, seed, tell)
     document = {
         **report.origin(chosen, runs, seed), "rows": [report.row_document(row) for row in rows]
     }  # fmt: skip
@@ -189,8 +189,8 @@ def recommend(scenario: str, json_file: str | None, **options: Any) -> None:
     With --cluster: on the nodes of FILE, which fail and save as those of SCENARIO; --state-bytes
     and `--set fleet.spares=4` say what FILE cannot. Exit codes: 0 done, 4 done, with warnings.
     """
-    from simulations import recommend as advise
-    from simulations import report
+    from simulations.study import recommend as advise
+    from simulations.study import report
 
     chosen = _scenario(scenario, options["changes"], options["trace"], _cluster_of(options))
     advice = advise.recommend(chosen)

@@ -1,7 +1,7 @@
 """`p2pckpt simulate world` and `campaign`: the deterministic world, one seed or many.
 
-A seed draws all options of its run (`simulations/campaign.py`), so `world --seed S` replays what a
-campaign found; each option given on the command line takes the place of the drawn one.
+A seed draws all options of its run (`simulations/world/campaign.py`), so `world --seed S` replays
+what a campaign found; each option given on the command line takes the place of the drawn one.
 
 Contract: the options are printed before the run. Exit codes tell the ends apart: 1 wrong, 5 crash,
 6 stuck, 4 lost (one seed only: more than its layout survives), 7 a long campaign in which some
@@ -58,13 +58,13 @@ def world(seed: int, log_file: str | None, json_file: str | None, **given: Any) 
 
     Exit codes: 0 ok, 4 lost (more than the layout survives), 1 wrong, 5 crash, 6 stuck.
     """
-    from simulations.campaign import draw
-    from simulations.world import EXIT_CODES, run
+    from simulations.world.campaign import draw
+    from simulations.world.story import EXIT_CODES, run
 
     trace, losses = given.pop("trace"), given.pop("trace_losses")
     chosen = replace(draw(seed), **_chosen(given))
     if trace is not None:
-        from simulations import replays, traces
+        from simulations.study import replays, traces
 
         taken = replays.absences(traces.load(trace), chosen.nodes, losses)
         chosen = replace(chosen, faults=(), absences=taken)
@@ -110,7 +110,7 @@ def campaign(
 
     Exit codes: 0 ok, 1 wrong, 5 crash, 6 stuck, 7 something that should happen never did.
     """
-    from simulations.campaign import Campaign
+    from simulations.world.campaign import Campaign
 
     first, colon, end = seeds.partition(":")
     if not first.isdecimal() or not colon or not (end.isdecimal() or not end):

@@ -46,7 +46,7 @@ from p2pckpt.ports import (
     Txn,
 )
 from p2pckpt.records import Attempt, FileKind, FileRecord, FileState, Member, Record
-from simulations import clock
+from simulations.world import clock
 
 STORY_S = 60.0
 """No story takes longer, in the backend's own time."""

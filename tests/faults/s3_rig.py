@@ -10,8 +10,8 @@ from p2pckpt.backends.inproc.cluster import FakeCluster
 from p2pckpt.coding.checksum import verify_chunks
 from p2pckpt.config import Config
 from p2pckpt.jobstate import JobState
-from simulations import clock
-from simulations.checkers import content
+from simulations.world import clock
+from simulations.world.checkers import content
 
 JOB = r.Job(owner_uid=1000, name="s3").key
 KEYS = r.JobKeys(JOB)

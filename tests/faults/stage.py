@@ -23,7 +23,7 @@ from p2pckpt.config import Config
 from p2pckpt.errors import AgentUnreachable, CheckpointError, IntegrityError, NotSeated, SaveAborted
 from p2pckpt.jobstate import JobState
 from p2pckpt.wire import unpack
-from simulations import clock
+from simulations.world import clock
 
 JOB = r.Job(owner_uid=1000, name="train").key
 CHUNK = 1024

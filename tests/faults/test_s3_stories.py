@@ -11,7 +11,7 @@ from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.errors import RestoreFailed
 from p2pckpt.save.offload import checkpoint_name, directory, rank_name
-from simulations.checkers import content
+from simulations.world.checkers import content
 
 
 def test_every_second_step_is_offloaded_and_comes_back_after_all_ram_is_lost():

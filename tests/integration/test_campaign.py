@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from p2pckpt import records as r
-from simulations import campaign
-from simulations.campaign import LONG, Campaign, Tally, draw
-from simulations.lives import ALL_MOVES, MOVES, Life, Lives
-from simulations.world import FAULTS
+from simulations.world import campaign
+from simulations.world.campaign import LONG, Campaign, Tally, draw
+from simulations.world.lives import ALL_MOVES, MOVES, Life, Lives
+from simulations.world.story import FAULTS
 
 ROOT = Path(__file__).parents[2]
 

@@ -30,7 +30,7 @@ from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.jobstate import JobState
 from p2pckpt.restore.locate import Facts, unprovable
-from simulations.schemes import parse, pieces
+from simulations.study.schemes import parse, pieces
 from topology import Cluster as Places
 from topology import Node as Place
 from topology.survive import Share, survives

@@ -21,9 +21,9 @@ from p2pckpt.errors import UsageError
 from p2pckpt.jobstate import JobState
 from p2pckpt.ports import Put, Txn
 from p2pckpt.wire import pack
-from simulations import clock
-from simulations.campaign import draw
-from simulations.world import EXIT_CODES, FAULTS, JOB, Options, World, run
+from simulations.world import clock
+from simulations.world.campaign import draw
+from simulations.world.story import EXIT_CODES, FAULTS, JOB, Options, World, run
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "p2pckpt.cli.main", "simulate", "world"]

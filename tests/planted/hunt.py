@@ -4,9 +4,9 @@
                                              -> the same seed without the bug: must be well
                                              -> the same seed with nobody looking: must look well
 
-The seeds are those of `make world`: the options and faults that `simulations/campaign.py` draws,
-for all bugs the same, so nothing is arranged for a bug. Each run is in a process that imports the
-patched copy, and checks that it does. Two bugs are hunted at a time; the last by both processes.
+The seeds are those of `make world`: the options and faults that `simulations/world/campaign.py`
+draws, for all bugs the same, so nothing is arranged for a bug. Each run is in a process that
+imports the patched copy, and checks that it does. Two bugs are hunted at a time; the last by both.
 
 Contract: a bug is found at the lowest seed that objects, all lower ones having been run. A seed
 that ends badly without the bug too proves nothing; it is passed over and named.
@@ -33,10 +33,10 @@ SILENT_S = 400.0
 WORKER = """
 import sys
 from pathlib import Path
-import p2pckpt, simulations.campaign, topology
-for module in (p2pckpt, simulations.campaign, topology):
+import p2pckpt, simulations.world.campaign, topology
+for module in (p2pckpt, simulations.world.campaign, topology):
     assert Path(module.__file__).is_relative_to(sys.argv[1]), module.__file__
-simulations.campaign.work(sys.stdin, sys.stdout)
+simulations.world.campaign.work(sys.stdin, sys.stdout)
 """
 
 

@@ -28,7 +28,7 @@ from p2pckpt.agent.holdings import Holdings, Want, document_name
 from p2pckpt.backends.inproc.ram import FakeArena, Store
 from p2pckpt.errors import NoRoom, UsageError
 from p2pckpt.wire import unpack
-from simulations import clock
+from simulations.world import clock
 
 BUDGET = 10 * PAGE
 KINDS = list(r.FileKind)

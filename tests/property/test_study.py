@@ -6,10 +6,19 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulations import model
-from simulations.hazards import Failure, History
-from simulations.scenario import Cause, Fate, Fleet, Hazards, Links, Recovery, Saving, Scenario
-from simulations.schemes import parse
+from simulations.study import model
+from simulations.study.hazards import Failure, History
+from simulations.study.scenario import (
+    Cause,
+    Fate,
+    Fleet,
+    Hazards,
+    Links,
+    Recovery,
+    Saving,
+    Scenario,
+)
+from simulations.study.schemes import parse
 
 CAUSES = tuple(Cause(fate.value, fate, share=1) for fate in Fate) + (
     Cause("planned", Fate.PROCESS, planned=True),

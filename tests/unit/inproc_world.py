@@ -6,7 +6,7 @@ from p2pckpt import wire
 from p2pckpt.backends.inproc.cluster import FakeCluster
 from p2pckpt.ports import Put, Region, Txn
 from p2pckpt.records import Member
-from simulations import clock
+from simulations.world import clock
 
 SIZE = 1_000_000
 

@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 
 import numpy as np
 
-from simulations import traces
+from simulations.study import traces
 
 
 def lanl_file(path, systems=(("2", "22"),), shape=0.735, count=400):

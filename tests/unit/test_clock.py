@@ -11,8 +11,8 @@ import time
 import pytest
 
 from p2pckpt.errors import UsageError
-from simulations import clock
-from simulations.clock import Stuck
+from simulations.world import clock
+from simulations.world.clock import Stuck
 
 
 def now():
@@ -166,7 +166,7 @@ def test_threads_and_sockets_are_refused():
 ORDER = """
 import asyncio
 import contextvars
-from simulations import clock
+from simulations.world import clock
 async def story():
     seen = []
     async def one(i):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulations import durability as d
-from simulations import formulas as f
-from simulations import trials as t
+from simulations.papers import trials as t
+from simulations.study import durability as d
+from simulations.study import formulas as f
 
 TIMES = st.floats(0.5, 50.0)
 

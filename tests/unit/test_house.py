@@ -34,7 +34,8 @@ ROWS = [
     ("p2pckpt.agent", "p2pckpt.checkpointer"),
     ("p2pckpt",),  # the package's own face: what `import p2pckpt` gives
     ("p2pckpt.integrations",),
-    ("simulations", "p2pckpt.demo"),
+    ("simulations", "simulations.world", "simulations.study", "p2pckpt.demo"),
+    ("simulations.papers",),
     ("p2pckpt.cli",),
 ]
 """Lowest first. A module imports from strictly lower rows only, or from its own package (below)."""
@@ -49,10 +50,9 @@ holds wire's records."""
 STORIES = {
     "p2pckpt.save.pipeline", "p2pckpt.restore.pipeline", "p2pckpt.agent.daemon",
     "p2pckpt.agent.wiring", "p2pckpt.cli.main", "p2pckpt.demo.story", "p2pckpt.demo.chaos",
-    "simulations.world",
-    "simulations.campaign", "simulations.quiet",
-    "p2pckpt.cli.simulate", "simulations.paper", "simulations.loss_checks",
-    "simulations.time_checks", "simulations.replays", "simulations.study",
+    "simulations.world.story", "simulations.world.campaign", "simulations.world.quiet",
+    "simulations.study.story", "simulations.study.replays", "simulations.papers.checks",
+    "simulations.papers.loss_checks", "simulations.papers.time_checks", "p2pckpt.cli.simulate",
     "topology", "topology.place", "topology.discover", "topology.plan",
 }  # fmt: skip
 """The one file of a package that tells its story imports its siblings."""
@@ -61,12 +61,13 @@ NOUNS = {
     "topology.cluster", "topology.rules", "topology.ground", "topology.hostlist",
     "topology.place", "p2pckpt.coding.table", "p2pckpt.cli.output", "p2pckpt.cli.picture",
     "p2pckpt.cli.step", "p2pckpt.cli.memory", "p2pckpt.backends.lifeline", "p2pckpt.backends.pages",
-    "simulations.promises", "simulations.training",
-    "simulations.contents", "simulations.lives", "simulations.told", "simulations.failures",
-    "simulations.checkers", "simulations.clock", "simulations.formulas", "simulations.durability",
-    "simulations.trials", "simulations.finding", "simulations.traces",
-    "simulations.scenario", "simulations.hazards", "simulations.schemes", "simulations.network",
-    "simulations.exposure", "simulations.plan", "simulations.model", "simulations.statistics",
+    "simulations.world.promises", "simulations.world.training", "simulations.world.contents",
+    "simulations.world.lives", "simulations.world.told", "simulations.world.failures",
+    "simulations.world.checkers", "simulations.world.clock", "simulations.study.formulas",
+    "simulations.study.durability", "simulations.study.traces", "simulations.study.scenario",
+    "simulations.study.hazards", "simulations.study.schemes", "simulations.study.network",
+    "simulations.study.exposure", "simulations.study.plan", "simulations.study.model",
+    "simulations.study.statistics", "simulations.papers.trials", "simulations.papers.finding",
 }  # fmt: skip
 """Siblings that everybody in their package may import: they are nouns, not stages."""
 
@@ -80,8 +81,8 @@ STEPS = {
     "p2pckpt.demo.promise": {"p2pckpt.demo.campaign", "p2pckpt.demo.cluster"},
     "p2pckpt.demo.leavings": {"p2pckpt.demo.cluster"},
     "p2pckpt.demo.verdict": {"p2pckpt.demo.journal", "p2pckpt.demo.report"},
-    "simulations.report": {"simulations.study"},
-    "simulations.figures": {"simulations.curves", "simulations.study"},
+    "simulations.study.report": {"simulations.study.story"},
+    "simulations.study.figures": {"simulations.study.curves", "simulations.study.story"},
 }
 
 AGENT_ORDER = [
@@ -135,16 +136,16 @@ EFFECTS = {
 }  # fmt: skip
 EFFECT_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("p2pckpt/coding/reed_solomon.py", "ctypes"): "the door to ISA-L, one library per coding file",
-    ("simulations/clock.py", "selectors"): "the virtual loop's selector, which never selects",
-    ("simulations/failures.py", "random"): "a seed is one plan",
-    ("simulations/contents.py", "random"): "what a snapshot must be, from its seed",
-    ("simulations/relaunches.py", "random"): "a fault draws from its own chance",
-    ("simulations/shocks.py", "random"): "a fault draws from its own chance",
-    ("simulations/world.py", "random"): "the nodes' clocks, from the seed",
-    ("simulations/campaign.py", "random"): "the options of a seed",
-    ("simulations/campaign.py", "time"): "a campaign has so many minutes of real time",
-    ("simulations/campaign.py", "subprocess"): "seeds run in processes of their own",
-    ("simulations/campaign.py", "selectors"): "whichever of them answers first",
+    ("simulations/world/clock.py", "selectors"): "the virtual loop's selector, which never selects",
+    ("simulations/world/failures.py", "random"): "a seed is one plan",
+    ("simulations/world/contents.py", "random"): "what a snapshot must be, from its seed",
+    ("simulations/world/relaunches.py", "random"): "a fault draws from its own chance",
+    ("simulations/world/shocks.py", "random"): "a fault draws from its own chance",
+    ("simulations/world/story.py", "random"): "the nodes' clocks, from the seed",
+    ("simulations/world/campaign.py", "random"): "the options of a seed",
+    ("simulations/world/campaign.py", "time"): "a campaign has so many minutes of real time",
+    ("simulations/world/campaign.py", "subprocess"): "seeds run in processes of their own",
+    ("simulations/world/campaign.py", "selectors"): "whichever of them answers first",
 }
 LATE_IMPORTS = {"p2pckpt.backends.s3": "boto3 is an extra: only who has an object store needs it"}
 LONG_FILES: dict[str, tuple[int, str]] = {

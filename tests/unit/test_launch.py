@@ -21,7 +21,7 @@ from p2pckpt.config import Config
 from p2pckpt.errors import CheckpointError, UsageError
 from p2pckpt.ports import Put, TrainerId, Txn
 from p2pckpt.wire import pack
-from simulations import clock
+from simulations.world import clock
 
 PATIENT = Waited(launch_s=1e9, absent_s={}, grace_s=5.0, holder_s=15.0)
 

@@ -10,13 +10,14 @@ from lanl_records import lanl_file
 
 from p2pckpt.cli.simulate import simulate
 from p2pckpt.errors import ConfigError
-from simulations import formulas, paper, traces
-from simulations.finding import Finding
-from simulations.trials import Estimate
+from simulations.papers import checks
+from simulations.papers.finding import Finding
+from simulations.papers.trials import Estimate
+from simulations.study import formulas, traces
 
 LISTED = {1, 2, 3, 4, 6, 7, 8, 9, 10, 12, 14, 15, 16, 17, 18, 20, 21, 22, 23, 25, 27, 28}
 NEVER_COMPUTED = {"PC-16.rack_aware", "PC-18.lrc"}
-ROWS = json.loads(paper.PUBLISHED.read_text())
+ROWS = json.loads(checks.PUBLISHED.read_text())
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +30,7 @@ def lanl(tmp_path_factory):
 @pytest.fixture(scope="session")
 def findings(lanl):
     """What each row computes, nothing played; LANL's rows on synthetic records."""
-    return {row.id: paper.find(row, None, lanl) for row in paper.load()}
+    return {row.id: checks.find(row, None, lanl) for row in checks.load()}
 
 
 def planted(tmp_path, row_id, change):
@@ -38,7 +39,7 @@ def planted(tmp_path, row_id, change):
     change(next(row for row in rows if row["id"] == row_id))
     path = tmp_path / "published.json"
     path.write_text(json.dumps(rows))
-    return next(row for row in paper.load(path) if row.id == row_id)
+    return next(row for row in checks.load(path) if row.id == row_id)
 
 
 def needs_records(row_id):
@@ -50,26 +51,26 @@ def needs_records(row_id):
 
 def test_every_check_of_the_reference_has_rows():
     assert {int(row["id"][3:5]) for row in ROWS} == LISTED
-    assert all(row["source"] and row["mark"] in paper.MARKS for row in ROWS)
+    assert all(row["source"] and row["mark"] in checks.MARKS for row in ROWS)
 
 
 def test_every_row_computes_what_is_published(findings):
-    results = [paper.judge(row, findings[row.id]) for row in paper.load()]
+    results = [checks.judge(row, findings[row.id]) for row in checks.load()]
     wrong = [
         (r.id, r.published, r.computed, r.note)
         for r in results
         if r.passed is False and not needs_records(r.id)
     ]
     assert not wrong
-    assert {r.id for r in results if r.outcome is paper.Outcome.NEEDS_DATA} == NEVER_COMPUTED
-    documented = {r.id for r in results if r.outcome is paper.Outcome.DOCUMENTED}
+    assert {r.id for r in results if r.outcome is checks.Outcome.NEEDS_DATA} == NEVER_COMPUTED
+    documented = {r.id for r in results if r.outcome is checks.Outcome.DOCUMENTED}
     assert {"PC-01.share", "PC-02.1024", "PC-15.RS84", "PC-16.order.model"} <= documented
 
 
 def test_without_their_file_rows_need_data_and_fail_nothing():
-    rows = [row for row in paper.load() if row.id.startswith("PC-21")]
-    results = paper.check(rows, seed=1)
-    assert paper.summary(results) == {
+    rows = [row for row in checks.load() if row.id.startswith("PC-21")]
+    results = checks.check(rows, seed=1)
+    assert checks.summary(results) == {
         "passed": 1, "documented": 0, "failed": 0, "needs_data": len(rows) - 1,
     }  # fmt: skip
     assert "--lanl" in results[1].note
@@ -92,14 +93,14 @@ def test_a_planted_value_fails_its_row(tmp_path, findings, row_id):
         if needs_records(row_id):  # the synthetic records have values of their own
             row["value"] = truth
 
-    assert paper.judge(planted(tmp_path, row_id, right), findings[row_id]).passed
+    assert checks.judge(planted(tmp_path, row_id, right), findings[row_id]).passed
     for by in (1, -1):
 
         def wrong(row, by=by):
             right(row)
             row["value"] = moved(row, by)
 
-        assert paper.judge(planted(tmp_path, row_id, wrong), findings[row_id]).passed is False
+        assert checks.judge(planted(tmp_path, row_id, wrong), findings[row_id]).passed is False
 
 
 @pytest.mark.parametrize("row_id", [r["id"] for r in ROWS if r["id"] not in NEVER_COMPUTED])
@@ -115,7 +116,7 @@ def test_a_tolerance_below_the_distance_fails_its_row(tmp_path, findings, row_id
             if row["accept"].get(kind) is not None:
                 row["accept"][kind] = 0.9 * distance / unit
 
-    assert paper.judge(planted(tmp_path, row_id, tighten), findings[row_id]).passed is False
+    assert checks.judge(planted(tmp_path, row_id, tighten), findings[row_id]).passed is False
 
 
 def numbers(given, path=()):
@@ -172,15 +173,15 @@ def test_a_planted_input_fails_its_row(tmp_path, row_id):
 
         row = planted(tmp_path, row_id, twist)
         try:
-            finding = paper.find(row, None)
+            finding = checks.find(row, None)
         except (ConfigError, ValueError):
             continue  # refused
-        assert paper.judge(row, finding).passed is False, path
+        assert checks.judge(row, finding).passed is False, path
 
 
 def test_a_wrong_formula_fails_its_rows(monkeypatch):
     monkeypatch.setattr(formulas, "young", lambda save, mtbf: math.sqrt(save * mtbf))
-    rows = {r.id: paper.judge(r, paper.find(r, None)) for r in paper.load() if "PC-12" in r.id}
+    rows = {r.id: checks.judge(r, checks.find(r, None)) for r in checks.load() if "PC-12" in r.id}
     assert {i for i, r in rows.items() if r.passed is False} >= {
         "PC-12.young.24h", "PC-12.daly.6h", "PC-12.young.15min",
     }  # fmt: skip
@@ -193,9 +194,9 @@ def test_a_wrong_formula_fails_its_rows(monkeypatch):
 def row_of(**changes):
     made = {
         "id": "X", "what": "", "value": 10.0, "unit": "", "source": "own", "mark": "C",
-        "form": "sum", "given": {}, "accept": paper.Accept(abs=0.5),
+        "form": "sum", "given": {}, "accept": checks.Accept(abs=0.5),
     }  # fmt: skip
-    return paper.Published(**{**made, **changes})
+    return checks.Published(**{**made, **changes})
 
 
 @pytest.mark.parametrize(
@@ -215,19 +216,19 @@ def row_of(**changes):
     ],
 )
 def test_what_is_accepted(accept, computed, passes):
-    row = row_of(accept=paper.Accept(**accept))
-    assert paper.judge(row, Finding(computed)).passed is passes
+    row = row_of(accept=checks.Accept(**accept))
+    assert checks.judge(row, Finding(computed)).passed is passes
 
 
 def test_the_gate_of_what_was_played():
     for sigmas, passes in ((3.9, True), (4.1, False), (math.nan, False)):
         played = Estimate(10 + sigmas * 0.01, 0.01)
-        assert paper.judge(row_of(), Finding(10.0, played)).passed is passes
+        assert checks.judge(row_of(), Finding(10.0, played)).passed is passes
     wide = row_of(gate=0.01)
-    assert paper.judge(wide, Finding(10.0, Estimate(10.09, 0.001))).passed
-    assert not paper.judge(wide, Finding(10.0, Estimate(10.11, 0.001))).passed
+    assert checks.judge(wide, Finding(10.0, Estimate(10.09, 0.001))).passed
+    assert not checks.judge(wide, Finding(10.0, Estimate(10.11, 0.001))).passed
     exact = Finding(10.0, Estimate(12.0, 0.01), expected=12.0)
-    assert paper.judge(row_of(), exact).passed
+    assert checks.judge(row_of(), exact).passed
 
 
 @pytest.mark.parametrize(
@@ -248,13 +249,13 @@ def test_a_wrong_data_file_is_refused(tmp_path, change, message):
 def test_numbers_that_are_missing_or_useless_are_refused(tmp_path):
     row = planted(tmp_path, "PC-01.mtbf", lambda row: row["given"].pop("days"))
     with pytest.raises(ConfigError, match=r"PC-01.mtbf: .* given.days"):
-        paper.find(row, None)
+        checks.find(row, None)
     row = planted(tmp_path, "PC-01.mtbf", lambda row: row["given"].update(spares=3))
     with pytest.raises(ConfigError, match="no use for \\['spares'\\]"):
-        paper.find(row, None)
+        checks.find(row, None)
     row = planted(tmp_path, "PC-04.exact.k4", lambda row: row["given"].update(dead=3.5))
     with pytest.raises(ConfigError, match="whole number"):
-        paper.find(row, None)
+        checks.find(row, None)
 
 
 # -- played ----------------------------------------------------------------------------------------
@@ -266,17 +267,17 @@ QUICK = ("PC-01.events", "PC-03.base", "PC-04.exact.k4", "PC-09.copysets", "PC-1
 
 @pytest.mark.parametrize("row_id", QUICK)
 def test_rows_are_played_and_agree(row_id):
-    row = next(row for row in paper.load() if row.id == row_id)
-    result = paper.judge(row, paper.find(row, 1))
+    row = next(row for row in checks.load() if row.id == row_id)
+    result = checks.judge(row, checks.find(row, 1))
     assert result.passed, result
     assert result.simulated is not None
 
 
 @pytest.mark.parametrize("row_id", ["PC-01.spread", "PC-04.exact.k4", "PC-28.10GBps.12h"])
 def test_a_seed_is_a_result_whatever_else_is_run(row_id):
-    row = next(row for row in paper.load() if row.id == row_id)
-    alone, other = paper.find(row, 1), paper.find(row, 2)
-    assert paper.check([paper.load()[5], row], 1)[1] == paper.judge(row, alone)
+    row = next(row for row in checks.load() if row.id == row_id)
+    alone, other = checks.find(row, 1), checks.find(row, 2)
+    assert checks.check([checks.load()[5], row], 1)[1] == checks.judge(row, alone)
     assert other.played.mean != alone.played.mean
 
 
@@ -285,15 +286,15 @@ def test_a_played_value_follows_the_inputs_not_the_published_value(tmp_path):
         row["given"]["mtbf_h"] = 6
 
     row = planted(tmp_path, "PC-28.20Gbps.3h", twist)
-    finding = paper.find(row, 1)
+    finding = checks.find(row, 1)
     assert abs(finding.played.mean - finding.expected) < 4 * finding.played.se
-    assert paper.judge(row, finding).passed is False
+    assert checks.judge(row, finding).passed is False
 
 
 @pytest.mark.slow
 def test_all_rows_played_with_other_seeds():
     for seed in (1, 2):
-        results = paper.check(paper.load(), seed)
+        results = checks.check(checks.load(), seed)
         assert not [(r.id, r.note) for r in results if r.passed is False]
 
 

@@ -1,6 +1,6 @@
 """The simulator and the product place alike: one cluster file, every owner, every scheme it has.
 
-The simulator's way: `topology.discover` reads a file, `simulations.schemes.pieces` places all. The
+The simulator's way: `topology.discover` reads a file, `study.schemes.pieces` places all. The
 product's: the agents announce the same labels, in any order, and `save.send` places one owner after
 the other among those that live.
 """
@@ -11,7 +11,7 @@ import pytest
 
 from p2pckpt import records as r
 from p2pckpt.save.send import crew_of
-from simulations.schemes import parse, pieces
+from simulations.study.schemes import parse, pieces
 from topology import place
 from topology.discover import parse_cluster
 

@@ -10,12 +10,12 @@ from click.testing import CliRunner
 
 from p2pckpt.cli.main import cli
 from p2pckpt.errors import CheckpointError
-from simulations import recommend, report, study
-from simulations.hazards import node_rate
-from simulations.plan import placed
-from simulations.relocate import on_cluster
-from simulations.scenario import Fleet, load
-from simulations.schemes import parse
+from simulations.study import recommend, report, story
+from simulations.study.hazards import node_rate
+from simulations.study.plan import placed
+from simulations.study.relocate import on_cluster
+from simulations.study.scenario import Fleet, load
+from simulations.study.schemes import parse
 from topology.discover import parse_cluster
 
 
@@ -54,15 +54,15 @@ def test_the_same_seed_is_the_same_study():
 
 
 def test_common_failures_make_differences_sharp():
-    rows = study.compare(load("rsc1"), ("rs:8,2", "local"), 12, 1)
+    rows = story.compare(load("rsc1"), ("rs:8,2", "local"), 12, 1)
     assert rows[1].gain.high < 0
     assert rows[1].gain.half_width < 0.7 * rows[1].ettr.half_width
     assert rows[0].counts["failures"] == rows[1].counts["failures"]
 
 
 def test_a_study_stops_when_it_knows_enough():
-    found = study.replicate(load("small"), ("copies:1",), 200, 1, half_width=0.05)
-    assert len(found["copies:1"]) == study.FIRST_BATCH
+    found = story.replicate(load("small"), ("copies:1",), 200, 1, half_width=0.05)
+    assert len(found["copies:1"]) == story.FIRST_BATCH
 
 
 def test_an_input_is_changed_and_a_trace_replayed(tmp_path):
@@ -208,15 +208,15 @@ def test_too_little_ram_is_said():
 
 
 def test_every_figure_is_drawn(tmp_path):
-    figures = pytest.importorskip("simulations.figures", exc_type=ImportError)
+    figures = pytest.importorskip("simulations.study.figures", exc_type=ImportError)
     scenario = load("small").varied("mtbf_sweep_s", (360_000.0, 720_000.0))
-    written = figures.draw(study.study(scenario, 4, 1), tmp_path)
+    written = figures.draw(story.study(scenario, 4, 1), tmp_path)
     assert len(written) >= 5
     assert all(0 < (tmp_path / file).stat().st_size < 200_000 for file in written)
 
 
 def test_a_headline_is_a_sentence_with_numbers():
-    found = study.study(load("small"), 2, 1)
+    found = story.study(load("small"), 2, 1)
     text = report.text(found)
     assert "job trains 9" in text
     assert "With the store alone" in text

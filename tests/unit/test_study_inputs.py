@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pckpt.errors import ConfigError, UsageError
-from simulations import network, statistics
-from simulations.durability import pair_loss
-from simulations.exposure import domain_deep, exposures
-from simulations.hazards import cause_rates, draw, replay
-from simulations.plan import placed
-from simulations.scenario import BUNDLED, DAY_S, Cause, Fate, Fleet, Links, load, parse
-from simulations.schemes import Pieces, pieces
-from simulations.schemes import parse as scheme
+from simulations.study import network, statistics
+from simulations.study.durability import pair_loss
+from simulations.study.exposure import domain_deep, exposures
+from simulations.study.hazards import cause_rates, draw, replay
+from simulations.study.plan import placed
+from simulations.study.scenario import BUNDLED, DAY_S, Cause, Fate, Fleet, Links, load, parse
+from simulations.study.schemes import Pieces, pieces
+from simulations.study.schemes import parse as scheme
 from topology import Share, survives
 
 SMALL = load("small")

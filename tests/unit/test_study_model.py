@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from simulations import model
-from simulations.hazards import Failure, History, draw
-from simulations.scenario import (
+from simulations.study import model
+from simulations.study.hazards import Failure, History, draw
+from simulations.study.scenario import (
     DAY_S,
     Cause,
     Fate,
@@ -19,8 +19,8 @@ from simulations.scenario import (
     Saving,
     Scenario,
 )
-from simulations.schemes import Pieces, parse
-from simulations.study import replicate
+from simulations.study.schemes import Pieces, parse
+from simulations.study.story import replicate
 
 CAUSES = (
     Cause("process", Fate.PROCESS, share=1),

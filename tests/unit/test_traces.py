@@ -15,9 +15,19 @@ from lanl_records import lanl_file
 
 from p2pckpt.cli.simulate import simulate
 from p2pckpt.errors import ConfigError, FormatError, UsageError
-from simulations import clock, replays, traces
-from simulations.scenario import Cause, Fate, Fleet, Hazards, Links, Recovery, Saving, Scenario
-from simulations.world import Options, World, run
+from simulations.study import replays, traces
+from simulations.study.scenario import (
+    Cause,
+    Fate,
+    Fleet,
+    Hazards,
+    Links,
+    Recovery,
+    Saving,
+    Scenario,
+)
+from simulations.world import clock
+from simulations.world.story import Options, World, run
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=30)
 

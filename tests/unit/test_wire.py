@@ -20,7 +20,7 @@ from p2pckpt.coding.checksum import crc32c
 from p2pckpt.config import Config
 from p2pckpt.errors import FormatError, UsageError
 from p2pckpt.wire import pack, unpack, unpack_any
-from simulations import clock
+from simulations.world import clock
 
 PING = wire.Ping(store_id="s")
 

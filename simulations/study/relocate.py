@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from simulations.hazards import node_rate
-from simulations.scenario import LEFT_OUT, Note, Scenario
+from simulations.study.hazards import node_rate
+from simulations.study.scenario import LEFT_OUT, Note, Scenario
 from topology import Cluster
 
 STALLS = ("stall_s", "s3_stall_s", "s3_only_stall_s")

@@ -16,10 +16,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.random import Generator
 
-from simulations import durability, traces, trials
-from simulations.finding import Finding, Form, Given
-from simulations.hazards import draw
-from simulations.scenario import (
+from simulations.papers import trials
+from simulations.papers.finding import Finding, Form, Given
+from simulations.study import durability, traces
+from simulations.study.hazards import draw
+from simulations.study.scenario import (
     YEAR_S,
     Cause,
     Fate,
@@ -30,7 +31,7 @@ from simulations.scenario import (
     Saving,
     Scenario,
 )
-from simulations.schemes import Pieces, parse, pieces
+from simulations.study.schemes import Pieces, parse, pieces
 
 TRIALS = 40_000
 SET_TRIALS = 5_000

@@ -1,6 +1,6 @@
 """A campaign: the options of each seed, many seeds in several processes, and what they add up to.
 
-    seed -> draw -> Options -> world.run -> Result -> Tally
+    seed -> draw -> Options -> story.run -> Result -> Tally
 
 Every seed draws its own cluster, layout, jobs and faults; a replay needs the seed only. Seeds run
 in worker processes with different PYTHONHASHSEED, one line a seed each way; every 100th runs in two
@@ -24,8 +24,8 @@ from random import Random
 from time import monotonic
 from typing import Any, TextIO
 
-from simulations.lives import ALL_MOVES
-from simulations.world import FAULTS, Options, run
+from simulations.world.lives import ALL_MOVES
+from simulations.world.story import FAULTS, Options, run
 
 SOURCES = ("local", "peers", "s3", "mixed", "nothing")
 RARE = ("restore mixed", "move encoded->sealed", "move offloaded->abandoned")
@@ -166,7 +166,7 @@ class _Worker:
 
 def _start(number: int, environ: Mapping[str, str]) -> _Worker:
     process = subprocess.Popen(
-        [sys.executable, "-m", "simulations.campaign"],
+        [sys.executable, "-m", "simulations.world.campaign"],
         env={**environ, "PYTHONHASHSEED": str(1 + number * 4241)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

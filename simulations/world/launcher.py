@@ -33,8 +33,8 @@ from p2pckpt.errors import (
     StaleGenerationError,
     UsageError,
 )
-from simulations.checkers import Checkers, content
-from simulations.training import COPY_S, Due, Training
+from simulations.world.checkers import Checkers, content
+from simulations.world.training import COPY_S, Due, Training
 
 MAX_LAUNCHES = 100
 REFUSALS = 3

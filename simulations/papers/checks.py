@@ -28,9 +28,9 @@ import msgspec
 import numpy as np
 
 from p2pckpt.errors import ConfigError
-from simulations import loss_checks, time_checks
-from simulations.finding import Finding, Form, Given
-from simulations.traces import Incident
+from simulations.papers import loss_checks, time_checks
+from simulations.papers.finding import Finding, Form, Given
+from simulations.study.traces import Incident
 
 PUBLISHED = Path(__file__).with_name("published.json")
 FORMS: dict[str, Form] = {**time_checks.FORMS, **loss_checks.FORMS}

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simulations.hazards import cause_rates
-from simulations.scenario import Cause, Fate, Scenario
-from simulations.schemes import Pieces, Scheme
+from simulations.study.hazards import cause_rates
+from simulations.study.scenario import Cause, Fate, Scenario
+from simulations.study.schemes import Pieces, Scheme
 
 TRIALS = 2000
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from p2pckpt.errors import UsageError
-from simulations import curves, hazards, model, schemes
-from simulations.scenario import Scenario
-from simulations.statistics import Estimate, enough, mean, never_seen, ratio
+from simulations.study import curves, hazards, model, schemes
+from simulations.study.scenario import Scenario
+from simulations.study.statistics import Estimate, enough, mean, never_seen, ratio
 
 QUANTILES = np.linspace(0, 1, 201)
 FIRST_BATCH = 10

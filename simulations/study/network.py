@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from simulations.scenario import Fleet, Links
+from simulations.study.scenario import Fleet, Links
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from p2pckpt.save.schedule import FLAT, optimum_s
-from simulations import network
-from simulations.durability import pair_loss
-from simulations.exposure import domain_deep
-from simulations.plan import placed, prepare
-from simulations.scenario import Scenario
-from simulations.schemes import Pieces, parse
-from simulations.statistics import Estimate, fraction
+from simulations.study import network
+from simulations.study.durability import pair_loss
+from simulations.study.exposure import domain_deep
+from simulations.study.plan import placed, prepare
+from simulations.study.scenario import Scenario
+from simulations.study.schemes import Pieces, parse
+from simulations.study.statistics import Estimate, fraction
 
 Ettr = Callable[[Scenario, str], Estimate]
 Progress = Callable[[str, int, int], None]

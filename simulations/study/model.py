@@ -23,9 +23,9 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from simulations.hazards import Failure, History
-from simulations.plan import Plan, prepare
-from simulations.scenario import Fate
+from simulations.study.hazards import Failure, History
+from simulations.study.plan import Plan, prepare
+from simulations.study.scenario import Fate
 
 __all__ = ["FATES", "SOURCES", "STAGES", "Outcome", "Plan", "prepare", "run"]
 

@@ -17,11 +17,11 @@ from functools import lru_cache
 
 from p2pckpt.errors import ConfigError
 from p2pckpt.save.schedule import Schedule, Tier, decide_schedule
-from simulations import network
-from simulations.exposure import deep_share
-from simulations.hazards import cause_rates
-from simulations.scenario import Fleet, Links, Scenario
-from simulations.schemes import Pieces, Scheme, pieces
+from simulations.study import network
+from simulations.study.exposure import deep_share
+from simulations.study.hazards import cause_rates
+from simulations.study.scenario import Fleet, Links, Scenario
+from simulations.study.schemes import Pieces, Scheme, pieces
 from topology import Cluster
 
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from p2pckpt.errors import UsageError
-from simulations.hazards import replay
-from simulations.model import Outcome, run
-from simulations.plan import prepare
-from simulations.scenario import Scenario
-from simulations.schemes import parse
-from simulations.statistics import Estimate, mean
-from simulations.traces import Trace
+from simulations.study.hazards import replay
+from simulations.study.model import Outcome, run
+from simulations.study.plan import prepare
+from simulations.study.scenario import Scenario
+from simulations.study.schemes import parse
+from simulations.study.statistics import Estimate, mean
+from simulations.study.traces import Trace
 
 EDGE = 0.05
 """Share of the world's time before the first loss and after the last."""

@@ -24,15 +24,15 @@ from p2pckpt.agent.daemon import Agent
 from p2pckpt.backends.inproc.cluster import FakeCluster, FakeNode
 from p2pckpt.config import Config
 from p2pckpt.errors import UsageError
-from simulations import clock
-from simulations.checkers import Checkers
-from simulations.failures import FAULTS as OF_NODES
-from simulations.failures import Fault, Strike, from_trace, plan
-from simulations.launcher import Launcher
-from simulations.quiet import Quiet
-from simulations.relaunches import RELAUNCHES
-from simulations.shocks import SHOCKS
-from simulations.training import Training
+from simulations.world import clock
+from simulations.world.checkers import Checkers
+from simulations.world.failures import FAULTS as OF_NODES
+from simulations.world.failures import Fault, Strike, from_trace, plan
+from simulations.world.launcher import Launcher
+from simulations.world.quiet import Quiet
+from simulations.world.relaunches import RELAUNCHES
+from simulations.world.shocks import SHOCKS
+from simulations.world.training import Training
 
 FAULTS: dict[str, Strike] = {**OF_NODES, **SHOCKS, **RELAUNCHES}
 JOB = r.Job(owner_uid=1000, name="world").key

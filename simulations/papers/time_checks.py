@@ -16,12 +16,13 @@ import numpy as np
 from numpy.random import Generator
 
 from p2pckpt.save.schedule import Tier, decide_schedule
-from simulations import formulas, trials
-from simulations.finding import Finding, Form, Given
-from simulations.hazards import History, draw
-from simulations.model import Outcome, run
-from simulations.plan import prepare
-from simulations.scenario import (
+from simulations.papers import trials
+from simulations.papers.finding import Finding, Form, Given
+from simulations.study import formulas
+from simulations.study.hazards import History, draw
+from simulations.study.model import Outcome, run
+from simulations.study.plan import prepare
+from simulations.study.scenario import (
     DAY_S,
     YEAR_S,
     Cause,
@@ -33,7 +34,7 @@ from simulations.scenario import (
     Saving,
     Scenario,
 )
-from simulations.schemes import parse
+from simulations.study.schemes import parse
 
 HISTORIES = 100
 """Failure histories that are drawn for a rate."""

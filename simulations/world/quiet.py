@@ -24,9 +24,9 @@ from p2pckpt.agent.job import JobAgent
 from p2pckpt.agent.retire import NEVER_OPENED, RECENT_OUTCOMES
 from p2pckpt.backends.inproc.cluster import FakeCluster
 from p2pckpt.backends.inproc.net import true_time
-from simulations.checkers import Checkers
-from simulations.contents import Kept
-from simulations.launcher import Launcher
+from simulations.world.checkers import Checkers
+from simulations.world.contents import Kept
+from simulations.world.launcher import Launcher
 
 BOUND_S = 180.0
 """Repair looks again after 30 s; a lease and its grace take 15 s; offloads back off up to 30 s."""

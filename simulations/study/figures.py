@@ -19,9 +19,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from simulations.curves import DEAD_SHARE
-from simulations.model import FATES, SOURCES, STAGES
-from simulations.study import QUANTILES, Row, Study
+from simulations.study.curves import DEAD_SHARE
+from simulations.study.model import FATES, SOURCES, STAGES
+from simulations.study.story import QUANTILES, Row, Study
 
 COLOURS = ("#1b6ca8", "#d1495b", "#2a9d5c", "#edae49", "#7b4ea3", "#00798c", "#8d6b4b", "#333333")
 STAGE_COLOURS = {

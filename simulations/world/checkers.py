@@ -23,7 +23,7 @@ from p2pckpt.backends.inproc.cluster import FakeCluster
 from p2pckpt.backends.inproc.net import true_time
 from p2pckpt.errors import FormatError
 from p2pckpt.wire import unpack
-from simulations.contents import (
+from simulations.world.contents import (
     CHUNK_BYTES,
     Found,
     Kept,
@@ -34,9 +34,9 @@ from simulations.contents import (
     gains,
     whole_files,
 )
-from simulations.lives import Life, Lives
-from simulations.promises import Promises
-from simulations.told import Told
+from simulations.world.lives import Life, Lives
+from simulations.world.promises import Promises
+from simulations.world.told import Told
 
 __all__ = ["CHUNK_BYTES", "Checkers", "Kept", "content"]
 

@@ -16,8 +16,8 @@ from random import Random
 from typing import Any
 
 from p2pckpt.backends.inproc.cluster import FakeNode
-from simulations.failures import Fault, HasWorld, Strike, crash_lose, reboot
-from simulations.training import COPY_S
+from simulations.world.failures import Fault, HasWorld, Strike, crash_lose, reboot
+from simulations.world.training import COPY_S
 
 
 async def second_launch(world: HasWorld, _node: FakeNode, fault: Fault) -> None:

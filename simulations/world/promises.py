@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from p2pckpt import records as r
 from p2pckpt.backends.inproc.cluster import FakeCluster
 from p2pckpt.backends.inproc.net import true_time
-from simulations.contents import Found, Kept, content
+from simulations.world.contents import Found, Kept, content
 
 GONE: tuple[str, ...] = (
     "crash_lose", "reboot", "rack_lost", "power_lost", "node_leaves", "node_joins",

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from p2pckpt.save.schedule import FLAT
-from simulations.hazards import cause_rates
-from simulations.plan import Plan, placed, prepare
-from simulations.scenario import LEFT_OUT, Cause, Fate, Fleet, Scenario
-from simulations.schemes import Pieces, parse
+from simulations.study.hazards import cause_rates
+from simulations.study.plan import Plan, placed, prepare
+from simulations.study.scenario import LEFT_OUT, Cause, Fate, Fleet, Scenario
+from simulations.study.schemes import Pieces, parse
 
 MARGIN = 1
 COPIES = ("copies:1", "copies:2", "copies:3")

@@ -16,7 +16,7 @@ from random import Random
 from p2pckpt import wire as w
 from p2pckpt.backends.inproc.cluster import FakeNode
 from p2pckpt.errors import CheckpointError
-from simulations.failures import Fault, HasWorld, Strike
+from simulations.world.failures import Fault, HasWorld, Strike
 
 REBUILD_TRIES = 40
 

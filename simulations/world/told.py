@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterable
 
 from p2pckpt import records as r
-from simulations.contents import content
+from simulations.world.contents import content
 
 Committed = tuple[str, str]
 """(ledger id, attempt key)."""

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from numpy.random import Generator
 
 from p2pckpt.errors import ConfigError
-from simulations.traces import Incident
-from simulations.trials import Estimate
+from simulations.papers.trials import Estimate
+from simulations.study.traces import Incident
 
 
 class Finding(NamedTuple):

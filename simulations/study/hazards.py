@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2pckpt.errors import ConfigError
-from simulations.scenario import YEAR_S, Cause, Scenario
+from simulations.study.scenario import YEAR_S, Cause, Scenario
 
 Floats = NDArray[np.float64]
 NODES, SHOCKS, PLANNED, STAGES, LEMONS = range(5)

@@ -14,10 +14,10 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from simulations import model
-from simulations.scenario import Scenario
-from simulations.statistics import Estimate
-from simulations.study import Row, Study
+from simulations.study import model
+from simulations.study.scenario import Scenario
+from simulations.study.statistics import Estimate
+from simulations.study.story import Row, Study
 
 SHARES = ("productive", "stall", "recompute", "spares", "restore")
 

@@ -1,0 +1,1 @@
+"""The papers: published values against closed forms and simulation; `checks` tells it."""
