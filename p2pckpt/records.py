@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -104,7 +105,7 @@ class Attempt(Record, frozen=True):
     step: int
 
     def __post_init__(self) -> None:
-        if min(self.generation, self.ordinal, self.step) < 0:
+        if self.generation < 0 or self.ordinal < 0 or self.step < 0:
             raise UsageError(
                 f"attempt {self.generation}.{self.ordinal} of step {self.step}: "
                 "generation, ordinal and step must not be negative"
@@ -113,12 +114,17 @@ class Attempt(Record, frozen=True):
     @property
     def key(self) -> str:
         """Sorts as (generation, ordinal, step) do."""
-        return f"{self.generation:010d}.{self.ordinal:010d}.{self.step:020d}"
+        return _attempt_key(self.generation, self.ordinal, self.step)
 
     @property
     def floor_key(self) -> str:
         """What is compared with the job's floor: attempts below it are settled for good."""
         return f"{self.generation:010d}.{self.ordinal:010d}"
+
+
+@lru_cache(maxsize=1024)  # decisions ask for the keys of the same few attempts again and again
+def _attempt_key(generation: int, ordinal: int, step: int) -> str:
+    return f"{generation:010d}.{ordinal:010d}.{step:020d}"
 
 
 class Member(Record, frozen=True):

@@ -16,6 +16,7 @@ type's own annotations; nothing is ever unpickled or evaluated.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -585,6 +586,12 @@ KINDS: dict[str, type[Any]] = {
 }
 """Every record and message by its kind, which is its class name."""
 
+LASTING = {kind for kind in KINDS.values() if kind.__module__ == r.__name__}
+"""What ledger and files keep; messages come once."""
+
+REMEMBERED, REMEMBERED_BYTES = 2048, 8 * 1024
+"""Envelopes that `unpack` remembers, and how long one may be: 16 MiB at most."""
+
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 _DECODERS = {name: msgspec.json.Decoder(kind) for name, kind in KINDS.items()}
 
@@ -636,9 +643,19 @@ def unpack_any(data: bytes | memoryview) -> Any:
         raise FormatError(f"{kind}: {e}") from None
 
 
+@lru_cache(maxsize=REMEMBERED)
+def _unpack_again(data: bytes) -> Any:
+    return unpack_any(data)
+
+
 def unpack(data: bytes | memoryview, kind: type[T]) -> T:
-    """The record of an envelope, which must be of `kind`. Raises FormatError."""
-    record = unpack_any(data)
+    """The record of an envelope, which must be of `kind`. Raises FormatError.
+
+    Whoever lists a prefix again reads mostly what it has read before: short envelopes of kinds that
+    are kept somewhere are remembered, and equal bytes give the same record, which nobody changes.
+    """
+    again = kind in LASTING and len(data) <= REMEMBERED_BYTES
+    record = _unpack_again(bytes(data)) if again else unpack_any(data)
     if not isinstance(record, kind):
         raise FormatError(f"envelope: needs a {kind.__name__}, has a {type(record).__name__}")
     return record

@@ -159,6 +159,8 @@ class Offloading:
         return Ram(held, home.doors.arena.budget_bytes, keep_last)
 
     def _drops(self) -> list[tuple[r.Commit, str]]:
+        if not self._due():
+            return []
         return decide_drops(
             self.ctx.state, self.ctx.home.config.offload_every, self._ram(), self.busy
         )

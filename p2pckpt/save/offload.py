@@ -87,9 +87,11 @@ def due(state: JobState, every: int) -> list[r.Commit]:
     """Commits that are to be offloaded and are not, oldest first."""
     if every < 1:
         return []
+    wanted = [c for c in state.commits.values() if c.number and c.number % every == 0]
+    if not wanted:
+        return []
     over = {*state.offloaded, *state.offload_retired, *state.offload_dropped}
     over |= state.quarantined()
-    wanted = [c for c in state.commits.values() if c.number and c.number % every == 0]
     return sorted((c for c in wanted if c.attempt.key not in over), key=lambda c: c.number)
 
 

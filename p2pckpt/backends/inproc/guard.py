@@ -93,11 +93,15 @@ class Guarded:
     def __init__(self, door: Any, life: Life) -> None:
         self._door = door
         self._life = life
+        self._synchronous: dict[str, None] = {}
 
     def __getattr__(self, name: str) -> Any:
         self._life.check()
         attribute = getattr(self._door, name)
+        if name in self._synchronous:
+            return attribute
         if not inspect.iscoroutinefunction(attribute):
+            self._synchronous[name] = None
             return attribute
 
         async def call(*args: Any, **options: Any) -> Any:
