@@ -589,8 +589,8 @@ KINDS: dict[str, type[Any]] = {
 LASTING = {kind for kind in KINDS.values() if kind.__module__ == r.__name__}
 """What ledger and files keep; messages come once."""
 
-REMEMBERED, REMEMBERED_BYTES = 2048, 8 * 1024
-"""Envelopes that `unpack` remembers, and how long one may be: 16 MiB at most."""
+REMEMBERED, REMEMBERED_BYTES = 512, 8 * 1024
+"""Envelopes that `unpack` remembers, and how long one may be: 4 MiB at most."""
 
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 _DECODERS = {name: msgspec.json.Decoder(kind) for name, kind in KINDS.items()}
