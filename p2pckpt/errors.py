@@ -154,3 +154,11 @@ class LedgerForgot(CheckpointError):
 
 class MissingDependency(CheckpointError):
     """A library or program that this path needs is absent or too old; says how to get it."""
+
+
+def cause_of(error: Exception) -> Exception:
+    """The first error of ours inside of a task group's, or the error itself."""
+    while isinstance(error, ExceptionGroup):
+        ours = error.subgroup(CheckpointError)
+        error = (ours or error).exceptions[0]
+    return error

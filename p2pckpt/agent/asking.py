@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,7 @@ from p2pckpt.errors import (
 )
 from p2pckpt.jobstate import JobState
 from p2pckpt.ports import Put, TrainerId, Txn, absent, present
-from p2pckpt.restore.fetch import OBJECT_STORE, Fetching, fetch_manifest
+from p2pckpt.restore.fetch import OBJECT_STORE, Fetching, fetch_manifest, source_of
 from p2pckpt.restore.locate import candidates
 from p2pckpt.restore.verify import open_manifest, snapshot_table
 from topology.cluster import TopologyError
@@ -277,7 +277,7 @@ class Asking:
             held, fetched = await bring(self.home, job, r.FileKind.STAGE)
             visit.files[held.file] = held
             manifest, bytes_from = fetched.manifest, fetched.bytes_from
-            source = _source(bytes_from)
+            source = source_of(bytes_from)
         assert held is not None
         return w.RestoreFile(
             ballot=0,
@@ -298,13 +298,6 @@ class Asking:
     def _give_back(self, visit: Visit, file: str) -> None:
         if (held := visit.files.pop(file, None)) is not None:
             give_back(self.home, held)
-
-
-def _source(bytes_from: Mapping[str, int]) -> str:
-    """Where fetched bytes came from, in a word."""
-    if set(bytes_from) == {OBJECT_STORE}:
-        return "s3"
-    return "mixed" if OBJECT_STORE in bytes_from else "peers"
 
 
 def _visited(visit: Visit, attempt: r.Attempt) -> w.StepReply:

@@ -27,6 +27,7 @@ from p2pckpt.agent.copies import rebuild, remembered
 from p2pckpt.agent.drain import Draining
 from p2pckpt.agent.holdings import Holdings
 from p2pckpt.agent.job import JobAgent
+from p2pckpt.agent.living import tell_living
 from p2pckpt.agent.members import keep_session
 from p2pckpt.agent.readying import make_store_ready
 from p2pckpt.agent.scheduling import make_wish
@@ -178,7 +179,7 @@ class Agent:
             job.ctx.wake()  # for who waits for the session
             for launch in job.launches.launches.values():
                 if launch.generation is not None and launch.trainers:
-                    await job.launches.report(launch.generation.number, launch.trainers)
+                    await tell_living(job.ctx, launch.generation.number, launch.trainers)
         if not self.ready.is_set() and not any(self.home.holdings):
             self._spawn("make ready", self._make_ready())
         self.ready.set()

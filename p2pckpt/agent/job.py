@@ -19,6 +19,7 @@ from p2pckpt.agent.context import Home, JobContext
 from p2pckpt.agent.copies import keep_copies, remembered
 from p2pckpt.agent.gather import Gathering
 from p2pckpt.agent.launch import Launch, Launches
+from p2pckpt.agent.living import tell_living
 from p2pckpt.agent.offloading import start as start_offloading
 from p2pckpt.agent.readying import make_ready
 from p2pckpt.agent.repair import Repairing
@@ -98,7 +99,7 @@ class JobAgent:
         if (seat := self.seats.pop(trainer, None)) is not None:
             seat.launch.trainers.pop(seat.rank, None)
             if seat.launch.generation is not None:
-                await self.launches.report(seat.launch.generation.number, seat.launch.trainers)
+                await tell_living(self.ctx, seat.launch.generation.number, seat.launch.trainers)
         launch = await self.launches.join(trainer, call)
         assert launch.generation is not None
         self.seats[trainer] = Seat(call.rank, launch)
@@ -118,7 +119,7 @@ class JobAgent:
         if call.rank not in found[1].ranks or found[1].store_id != ctx.home.member.store_id:
             raise UsageError(f"rank {call.rank} did not join on {ctx.home.node}")
         launch = self.launches.resume(roster.generation, found[1], call.rank, trainer)
-        await self.launches.report(call.generation, launch.trainers)
+        await tell_living(self.ctx, call.generation, launch.trainers)
         self.seats[trainer] = Seat(call.rank, launch)
         return await self._joined(trainer, call.generation)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from p2pckpt import records as r
@@ -28,6 +28,7 @@ from p2pckpt.agent.installing import (
     decide_install,
     roster_pieces,
 )
+from p2pckpt.agent.living import read_living, tell_living
 from p2pckpt.errors import (
     CheckpointError,
     GenerationHeld,
@@ -35,7 +36,16 @@ from p2pckpt.errors import (
     NotJoined,
     UsageError,
 )
-from p2pckpt.ports import Compare, Put, Session, TrainerId, Txn, absent, none_newer, present
+from p2pckpt.ports import (
+    Compare,
+    Put,
+    Session,
+    TrainerId,
+    Txn,
+    absent,
+    none_newer,
+    present,
+)
 from p2pckpt.wire import pack, unpack
 
 POLL_LEAD_S = 0.05
@@ -225,7 +235,7 @@ class Launches:
         joins = await self._joins(call.run_token)
         roster = await ctx.load_roster()
         fence = self._fence(roster)  # of the very generation that is judged
-        reports, reports_revision = await self._reports(roster)
+        reports, reports_revision = await read_living(ctx, roster)
         now, config = ctx.home.now(), ctx.home.config
         for node in roster.nodes if roster else ():
             if node.node in reports:
@@ -296,14 +306,6 @@ class Launches:
         standing = state.same_generation(roster.generation.number)
         return state.same_ledger(), state.not_cleaned(), standing
 
-    async def _reports(self, roster: Roster | None) -> tuple[dict[str, r.LivingTrainers], int]:
-        if roster is None:
-            return {}, 0
-        prefix = self.ctx.keys.trainers(roster.generation.number, "")
-        listing = await self.ctx.home.doors.ledger.list(prefix)
-        reports = [unpack(e.value, r.LivingTrainers) for e in listing.entries]
-        return {report.node: report for report in reports}, listing.revision
-
     async def _install(self, call: w.TrainerJoin, judged: Judged) -> None:
         """Write the roster, then swap the generation if nothing that was judged has changed."""
         ctx, joins, old = self.ctx, judged.joins, judged.roster
@@ -335,28 +337,13 @@ class Launches:
         if roster is None or mine is None or mine[1].join_id != launch.join_id:
             return False
         told = dict(launch.trainers)
-        await self.report(roster.generation.number, told)
+        await tell_living(ctx, roster.generation.number, told)
         launch.generation = roster.generation
         if told != launch.trainers:  # who died meanwhile was told as living
-            await self.report(roster.generation.number, launch.trainers)
+            await tell_living(ctx, roster.generation.number, launch.trainers)
         home.spawn("forget a join", self._forget(launch.call.run_token, launch))
         ctx.wake()
         return True
-
-    async def report(self, generation: int, trainers: Mapping[int, TrainerId]) -> None:
-        """Tell the ledger which ranks of a generation live here, under this agent's lease.
-
-        Raises LedgerUnavailable if it is not certain that the ledger knows.
-        """
-        home = self.ctx.home
-        record = pack(r.LivingTrainers(node=home.node, ranks=tuple(sorted(trainers))))
-        key = self.ctx.keys.trainers(generation, home.node)
-        if home.session is None:
-            raise LedgerUnavailable(f"{home.node}: no session with the ledger")
-        if not await self.ctx.transact(Txn(puts=(Put(key, record, home.session),))):
-            entry = await home.doors.ledger.get(key)
-            if entry is None or entry.value != record:
-                raise LedgerUnavailable(f"{key}: the report was not written")
 
     async def trainer_gone(self, trainer: TrainerId) -> None:
         """A process died: take its ranks out of forming and standing launches."""
@@ -388,7 +375,8 @@ class Launches:
         while True:
             try:
                 if launch.generation is not None:
-                    await self.report(launch.generation.number, launch.trainers)
+                    number = launch.generation.number
+                    await tell_living(self.ctx, number, launch.trainers)
                 elif launch.trainers:
                     launch.join_id = self.ctx.home.doors.ids.new()
                     await self._announce(launch.call, launch)

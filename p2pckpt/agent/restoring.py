@@ -33,17 +33,10 @@ from p2pckpt.errors import (
 )
 from p2pckpt.jobstate import JobState
 from p2pckpt.ports import Put, Region, Txn, absent, present
-from p2pckpt.restore.fetch import OBJECT_STORE, fetch_manifest
+from p2pckpt.restore.fetch import fetch_manifest, source_of
 from p2pckpt.restore.pipeline import Fetched, Stage, failure, restore_rank
 from p2pckpt.restore.verify import open_manifest, snapshot_table
 from p2pckpt.wire import pack
-
-
-def _source(bytes_from: dict[str, int]) -> str:
-    """Where a rank's bytes came from, in a word."""
-    if set(bytes_from) == {OBJECT_STORE}:
-        return "s3"
-    return "mixed" if OBJECT_STORE in bytes_from else "peers"
 
 
 def final(closed: r.Closed) -> bool:
@@ -159,7 +152,7 @@ class Restoring:
         source = "local"
         if held is None or held.manifest_digest != share.manifest_digest:
             held, manifest = await self._bring(ballot, rank)
-            source = _source(ballot.fetched[rank].bytes_from)
+            source = source_of(ballot.fetched[rank].bytes_from)
         else:
             manifest = await self._manifest(attempt, share, rank)
         ballot.files[rank] = held

@@ -30,6 +30,7 @@ from p2pckpt.errors import (
     SaveAborted,
     StaleGenerationError,
     UsageError,
+    cause_of,
 )
 from p2pckpt.ports import Region, TrainerId
 from p2pckpt.save.offload import held_back
@@ -216,8 +217,9 @@ class Saving:
             with telemetry.stage("settle"):
                 await settle(ctx, roster, attempt, own.lineage, handing)
         except Exception as e:
-            await ctx.abort(attempt, f"{ctx.home.node}: {type(e).__name__}: {e}")
-            if not isinstance(e, CheckpointError):
+            cause = cause_of(e)
+            await ctx.abort(attempt, f"{ctx.home.node}: {type(cause).__name__}: {cause}")
+            if not isinstance(cause, CheckpointError):
                 raise
         finally:
             for stage in stages:

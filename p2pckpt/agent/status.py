@@ -20,7 +20,8 @@ from p2pckpt.agent.deciding import ask_all, groups_of
 from p2pckpt.errors import CheckpointError
 from p2pckpt.restore.locate import Facts, sources_of
 from p2pckpt.save.offload import due
-from topology.cluster import LEVELS, Cluster, Node, TopologyError
+from p2pckpt.save.send import levels_of
+from topology.cluster import Cluster, Node, TopologyError
 from topology.survive import Share, worst_case
 
 SCHEMA_VERSION = 1
@@ -135,8 +136,8 @@ async def redundancy(ctx: JobContext, commit: r.Commit) -> dict[str, Any]:
     living = (await ctx.home.living(ctx.home.config.keepalive_s)).members
     members = {n: m for n, m in living.items() if not m.draining}
     nodes = [Node(m.node, m.host, tuple(m.domains.items())) for m in members.values()]
-    levels = LEVELS + tuple(sorted({lv for m in members.values() for lv in m.domains} - {*LEVELS}))
-    cluster = Cluster(tuple(nodes), levels)
+    labelled = {level for m in members.values() for level in m.domains}
+    cluster = Cluster(tuple(nodes), levels_of((), labelled))
     shares, missing = [], []
     for share in (s for group in groups for s in group.shares):
         found = sources_of(share, commit.attempt, facts)

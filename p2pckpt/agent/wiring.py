@@ -32,7 +32,7 @@ from p2pckpt.backends.ucx import UcxTransport
 from p2pckpt.backends.ucx_flow import Limits
 from p2pckpt.backends.workers import SystemIds, ThreadWorkers
 from p2pckpt.config import Config
-from p2pckpt.errors import CheckpointError, ConfigError
+from p2pckpt.errors import ConfigError, cause_of
 from p2pckpt.ports import Doors, ObjectStore
 from p2pckpt.restore.fetch import OBJECT_STORE
 from p2pckpt.telemetry import Telemetry
@@ -99,15 +99,7 @@ async def run_node(config: Config, socket: str, tell: Notes, stop: asyncio.Event
             task.cancel()
         results = await asyncio.gather(running, stopping, ready, return_exceptions=True)
         if isinstance(results[0], Exception):
-            raise _cause(results[0])
-
-
-def _cause(error: Exception) -> Exception:
-    """The first error of ours inside of a task group's, or the error itself."""
-    while isinstance(error, ExceptionGroup):
-        ours = error.subgroup(CheckpointError)
-        error = (ours or error).exceptions[0]
-    return error
+            raise cause_of(results[0])
 
 
 def served(group: str) -> tuple[set[int], int | None]:

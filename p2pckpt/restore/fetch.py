@@ -86,6 +86,13 @@ class Fetching:
         self.doors.notes("source_failed", facts)
 
 
+def source_of(bytes_from: Mapping[str, int]) -> str:
+    """Where fetched bytes came from, in a word."""
+    if set(bytes_from) == {OBJECT_STORE}:
+        return "s3"
+    return "mixed" if OBJECT_STORE in bytes_from else "peers"
+
+
 async def fetch_manifest(job: Fetching) -> r.Manifest:
     """The share's manifest from any node that holds a part of it, checked against its digest.
 

@@ -261,3 +261,32 @@ def test_an_offer_that_comes_twice_at_once_leaves_nothing():
         assert agent.serving.incoming == {}
 
     play(story)
+
+
+def test_a_report_that_is_carried_out_late_does_not_bring_the_dead_back():
+    """Seed 64. A report of living ranks had no answer and came to stand seconds later, when their
+    death was told already: for the next launches they lived for ever."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        late = []
+
+        def goes_late(client, txn):
+            first = not late and any("/trainers/" in put.key for put in txn.puts)
+            if first and client == "n0":
+                late.append(txn)
+                loop = asyncio.get_running_loop()
+                loop.call_later(4.0, lambda: stage.etcd.apply(client, txn))
+            return late == [txn]
+
+        stage.etcd.goes_late = goes_late
+        stage.restart("n0")
+        await until(lambda: late)
+        await asyncio.sleep(3.0)  # the report was made again meanwhile
+        launch.kill()
+        await asyncio.sleep(20.0)
+        async with asyncio.timeout(60.0):
+            assert await (await launch.again()).restore() == 1
+
+    play(story)

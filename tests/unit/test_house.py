@@ -89,7 +89,7 @@ AGENT_ORDER = [
     {"holdings"},
     {"home", "roster"},
     {"context"},
-    {"gather", "bucket", "installing", "polling"},
+    {"gather", "bucket", "installing", "living", "polling"},
     {"deciding"},
     {"closing", "bringing", "settling", "rereading"},
     {

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
+from p2pckpt.agent import launch as launching
 from p2pckpt.agent.context import Home, JobContext, Roster
 from p2pckpt.agent.holdings import Holdings
 from p2pckpt.agent.installing import Waited, check_call, decide_install, roster_pieces
@@ -204,17 +205,17 @@ def test_of_two_launches_at_once_one_wins_and_the_other_is_told(seed):
     play(story, seed=seed)
 
 
-def test_a_launch_that_looked_at_the_old_generation_does_not_replace_the_new_one():
+def test_a_launch_that_looked_at_the_old_generation_does_not_replace_the_new_one(monkeypatch):
     # Generation 1 is dead. Launch "two" reads its reports; in that moment launch "one" installs
     # generation 2 (its ranks report a little later) and the mirror of "two" sees it.
     async def story(cluster, a, b, c):
         first = await a.join(TrainerId(1, 0.0), call(0, 1, "zero"))
         await a.trainer_gone(TrainerId(1, 0.0))
         assert first.generation.number == 1
-        reports = b._reports
+        reports = launching.read_living
 
-        async def slow(roster):
-            found = await reports(roster)
+        async def slow(ctx, roster):
+            found = await reports(ctx, roster)
             if b.ctx.state.generation.number == 1:
                 winner = generation_record(2, world_size=1)
                 put = Put(KEYS.generation, pack(winner))
@@ -223,7 +224,7 @@ def test_a_launch_that_looked_at_the_old_generation_does_not_replace_the_new_one
                 return found[0], cluster.etcd.revision
             return found
 
-        b._reports = slow
+        monkeypatch.setattr(launching, "read_living", slow)
         joining = asyncio.create_task(b.join(TrainerId(2, 0.0), call(0, 1, "two")))
         await asyncio.sleep(2.0)  # of the grace of 5 s that generation 2 has to report
         joining.cancel()

@@ -1,0 +1,49 @@
+"""Which ranks of a generation live on a node: told by its agent, read by who would replace them.
+
+    agent --report, under its lease--> trainers/GENERATION/NODE --> who would replace them
+
+A report that stays too long holds up the next launch; one that is wrong lets two launches run. It
+goes with the lease, and a newer one takes its place as soon as a rank dies.
+
+Contract: a report is written over exactly what was there. A transaction that was not answered may
+be carried out seconds later, and must not bring back the living whose death was told meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from p2pckpt import records as r
+from p2pckpt.agent.context import JobContext, Roster
+from p2pckpt.errors import LedgerUnavailable
+from p2pckpt.ports import Put, Txn, absent, unchanged
+from p2pckpt.wire import pack, unpack
+
+
+async def tell_living(ctx: JobContext, generation: int, ranks: Collection[int]) -> None:
+    """Tell the ledger which ranks of a generation live here, under this agent's lease.
+
+    Raises LedgerUnavailable if it is not certain that the ledger knows.
+    """
+    home, key = ctx.home, ctx.keys.trainers(generation, ctx.home.node)
+    if home.session is None:
+        raise LedgerUnavailable(f"{home.node}: no session with the ledger")
+    record = r.LivingTrainers(node=home.node, ranks=tuple(sorted(ranks)))
+    put = Put(key, pack(record), home.session)
+    done = await ctx.transact(Txn((absent(key),), (put,)))
+    if not done and (entry := await home.doors.ledger.get(key)) is not None:
+        done = await ctx.transact(Txn((unchanged(entry),), (put,)))
+    if not done:
+        raise LedgerUnavailable(f"{key}: the report was not written")
+
+
+async def read_living(
+    ctx: JobContext, roster: Roster | None
+) -> tuple[dict[str, r.LivingTrainers], int]:
+    """The reports on a generation by node, and the revision at which they were read."""
+    if roster is None:
+        return {}, 0
+    prefix = ctx.keys.trainers(roster.generation.number, "")
+    listing = await ctx.home.doors.ledger.list(prefix)
+    reports = [unpack(e.value, r.LivingTrainers) for e in listing.entries]
+    return {report.node: report for report in reports}, listing.revision
