@@ -120,20 +120,14 @@ def decide_drops(
 ) -> list[tuple[r.Commit, str]]:
     """Due steps that are to be given up, and why: saves come first.
 
-    Too many wait; a newer step of the lineage is offloaded already; or what they hold here leaves
-    no room for the retained steps, one in flight and its staging. The oldest goes first, but not
+    Too many wait; a step that was saved later, of whatever lineage, is offloaded already; or what
+    they hold here leaves no room for the retained steps, one in flight and its staging. The oldest goes first, but not
     ``busy``, the attempt whose upload is getting on, as long as there is another.
     """
     waiting = due(state, every)
-    newest = {o.commit.lineage: 0 for o in state.offloaded.values()}
-    for offloaded in state.offloaded.values():
-        commit = offloaded.commit
-        newest[commit.lineage] = max(newest[commit.lineage], commit.attempt.step)
-    drops = [
-        (c, f"step {newest[c.lineage]} was offloaded before it")
-        for c in waiting
-        if c.attempt.step < newest.get(c.lineage, 0)
-    ]
+    newest = max((o.commit.attempt.key for o in state.offloaded.values()), default="")
+    step = state.offloaded[newest].commit.attempt.step if newest else 0
+    drops = [(c, f"step {step} was offloaded before it") for c in waiting if c.attempt.key < newest]
     late = {c.attempt.key for c, _ in drops}
     waiting = [c for c in waiting if c.attempt.key not in late]
     while len(waiting) > KEPT_DUE:
