@@ -121,8 +121,9 @@ def decide_drops(
     """Due steps that are to be given up, and why: saves come first.
 
     Too many wait; a step that was saved later, of whatever lineage, is offloaded already; or what
-    they hold here leaves no room for the retained steps, one in flight and its staging. The oldest goes first, but not
-    ``busy``, the attempt whose upload is getting on, as long as there is another.
+    they hold here leaves no room for the retained steps, one in flight and its staging. The oldest
+    goes first, but not ``busy``, the attempt whose upload is getting on, as long as there is
+    another.
     """
     waiting = due(state, every)
     newest = max((o.commit.attempt.key for o in state.offloaded.values()), default="")

@@ -149,18 +149,29 @@ async def send_share(share: EncodedShare, crew: Crew, doors: Doors, config: Conf
 
 
 def substitute(crew: Crew, owner: str, used: set[str], failed: set[str]) -> str | None:
-    """The next node for a shard whose holder failed: best under the rules, not in use."""
-    failed = failed | crew.leaving
+    """The next node for a shard whose holder failed: one on a host of its own that, together with
+    those ``used`` which have not failed, goes least against the rules; then the best by itself."""
+    cluster, failed = crew.cluster, failed | crew.leaving
     try:
-        again = place(crew.cluster, owner, crew.rules, frozenset(failed))
+        again = place(cluster, owner, crew.rules, frozenset(failed))
     except TopologyError:
         return None
-    hosts = {crew.cluster.node(n).host for n in used - failed}
-    hosts.add(crew.cluster.node(owner).host)
-    for name in (*again.nodes, *crew.cluster.ring):
-        if name not in used and name not in failed and crew.cluster.node(name).host not in hosts:
-            return name
-    return None
+    holders = used - failed - {owner}
+    hosts = {cluster.node(n).host for n in (owner, *holders)}
+
+    def against(name: str) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """By level: shards too many in the node's domain; is it the owner's own?"""
+        domains = [(lv.name, cluster.domain(name, lv.name)) for lv in crew.rules.spread]
+        beside = [sum(cluster.domain(n, lv) == d for n in holders) for lv, d in domains]
+        own = tuple(d is not None and d == cluster.domain(owner, lv) for lv, d in domains)
+        return tuple(max(0, n + 1 - crew.rules.most) for n in beside), own
+
+    candidates = dict.fromkeys((*again.nodes, *cluster.ring))
+    free = (n for n in candidates if n not in used and n not in failed)
+    found = [(against(n), n) for n in free if cluster.node(n).host not in hosts]
+    must = [level.required for level in crew.rules.spread]
+    may = [f for f in found if not any(n and m for n, m in zip(f[0][0], must, strict=True))]
+    return min(may, key=lambda f: f[0], default=(None, None))[1]
 
 
 async def send_shard(
