@@ -57,6 +57,8 @@ class Promises:
         self._forgot_at = -1.0
         """When the ledger last forgot: what it rests on then is not what training stood on."""
         self._bad: set[str] = set()
+        self._retired: set[str] = set()
+        """Offloads that were ever retired: the ledger may be set back while their objects go."""
 
     # -- the ledger -------------------------------------------------------------------------------
 
@@ -70,6 +72,8 @@ class Promises:
             self.forget()
         if key == self.keys.generation:
             self._ballot_at = true_time()
+        if key.startswith(f"{self.keys.root}state/offload_retired/"):
+            self._retired.add(key)
         if key.startswith(self.final) and self._records.setdefault(key, value) != value:
             self.object(f"{key} was written, and is another one now")
 
@@ -179,7 +183,8 @@ class Promises:
         elif what == "bucket.delete":
             for attempt in (offloaded.commit.attempt for offloaded in known):
                 named = f"/{attempt.ledger_id}/{attempt.key}/" in facts["name"]
-                if named and self.cluster.etcd.get(self.keys.offloaded(attempt)) is not None:
+                offered = self.cluster.etcd.get(self.keys.offloaded(attempt)) is not None
+                if named and offered and self.keys.offload_retired(attempt) not in self._retired:
                     where = f"of step {attempt.step}, which the ledger offers"
                     self.object(f"{who} deleted {facts['name'].rpartition('/')[2]} {where}")
 
