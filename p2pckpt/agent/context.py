@@ -129,8 +129,11 @@ class JobContext:
     async def _apply_changes(self) -> None:
         watch = self.home.doors.ledger.watch(self.keys.state, self.state.revision + 1)
         async for changes in watch:
-            self.state.apply_all(changes)
-            self.wake()
+            if changes:
+                self.state.apply_all(changes)
+                self.wake()
+            else:  # a new connection, perhaps to a ledger that was set back and rebuilt meanwhile
+                await self.refresh()
 
     async def refresh(self) -> JobState:
         """Re-list now; the mirror is then at least as new as this call."""

@@ -126,6 +126,8 @@ class Home:
         self._followed = living = await self.living()
         watch = self.doors.ledger.watch(r.MEMBERS, living.revision + 1)
         async for changes in watch:
+            if not changes:
+                return  # a new connection: list again
             self._followed = living = _with_changes(living, changes)
             for follower in self.followers:
                 follower.wake()

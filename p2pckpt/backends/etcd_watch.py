@@ -82,6 +82,7 @@ class EtcdWatch:
         self._span = span
         self._next = from_revision
         self._stream: _Stream | None = None
+        self._was_lost = False
         self._ended = False
 
     def __aiter__(self) -> EtcdWatch:
@@ -94,11 +95,15 @@ class EtcdWatch:
                     member = await self._calls.reach(self._what)
                     self._stream = _Stream(self._calls, member)
                     await self._stream.begin(self._span, self._next)
+                    if self._was_lost:
+                        self._was_lost = False
+                        return ()
                 answer = await self._stream.next()
                 if answer.canceled:
                     raise _why(self._what, self._next, answer)
                 batch = _batch(answer, self._next)
             except _Lost:
+                self._was_lost = True
                 await self._end_stream(move_on=True)
                 await asyncio.sleep(_PAUSE_S)
             except asyncio.CancelledError:

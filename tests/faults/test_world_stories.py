@@ -290,3 +290,24 @@ def test_a_report_that_is_carried_out_late_does_not_bring_the_dead_back():
             assert await (await launch.again()).restore() == 1
 
     play(story)
+
+
+def test_who_reads_nothing_while_the_ledger_is_set_back_and_rebuilt_learns_of_it():
+    """Seed 276. Its watch went on from a revision that the ledger of another life had reached by
+    then: it never saw the new ledger id, and no reader's record of this node came to stand."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(*range(1, 6))
+        await asyncio.sleep(2.0)
+        launch.kill()
+        await asyncio.sleep(1.0)
+        stage.etcd.rollback(stage.etcd.revision - 4)
+        reply = await stage.rebuild("n0")
+        assert reply.problem == ""
+        await asyncio.sleep(10.0)
+        ids = {name: agent.jobs[JOB].ctx.state.ledger_id for name, agent in stage.agents.items()}
+        assert ids == dict.fromkeys(ids, reply.ledger_id)
+
+    for seed in range(1, 4):
+        play(story, seed=seed)

@@ -288,8 +288,9 @@ def test_a_watch_cut_off_during_a_compaction_says_so(tmp_path, prefix):
                 for i in range(1, 4):
                     etcdctl(servers.endpoints[0], "put", prefix + "k", str(i))
                 etcdctl(servers.endpoints[0], "compact", str(first + 3))
+                assert await waiting == (), "another connection"
                 with pytest.raises(Compacted):
-                    await waiting
+                    await anext(watch)
 
         run(main)
 

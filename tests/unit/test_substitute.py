@@ -12,11 +12,16 @@ NODES = [f"n{i}" for i in range(12)]  # n0, n4, n8 in rack 0, and so on
 
 
 def member(name, draining=False):
-    rack = str(int(name[1:]) % RACKS)
     return r.Member(
-        node=name, host=name, store_id=name * 4, session=name, peers_address="", transport_address="",
-        domains={"rack": rack}, draining=draining,
-    )  # fmt: skip
+        node=name,
+        host=name,
+        store_id=name * 4,
+        session=name,
+        peers_address="",
+        transport_address="",
+        domains={"rack": str(rack(name))},
+        draining=draining,
+    )
 
 
 def rack(name):

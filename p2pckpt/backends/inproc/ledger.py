@@ -110,7 +110,8 @@ class _Watch:
         if self._ended:
             raise StopAsyncIteration
         while True:
-            await self._connect()
+            if await self._connect():
+                return ()
             batch = self._etcd.changes(self._prefix, self._next)
             if not batch:
                 await self._etcd.news(self._prefix)
@@ -120,8 +121,9 @@ class _Watch:
                 self._next = batch[-1].revision + 1
                 return batch
 
-    async def _connect(self) -> None:
-        etcd = self._etcd
+    async def _connect(self) -> bool:
+        """True: there was another connection before."""
+        etcd, before = self._etcd, self._link
         while not etcd.is_open(self._client) or etcd.link(self._client) != self._link:
             await etcd.reach(self._client, None)
             await etcd.travel()
@@ -132,6 +134,7 @@ class _Watch:
                     f"the ledger has them from {etcd.compacted}"
                 )
             self._link = etcd.link(self._client)
+        return before is not None and before != self._link
 
 
 class MembershipDoor(_Client):
