@@ -25,6 +25,10 @@ NOT_SETTINGS = ("P2PCKPT_AGENT", "P2PCKPT_CONFIG")
 """Variables that are read elsewhere: where trainers find the agent, where the file is."""
 
 
+WAITS_AT = 1 / 8
+"""Of `floor_bytes_per_s`: what each kind of traffic keeps, whatever else is to be spared."""
+
+
 def _setting(
     default: Any,
     why: str,
@@ -93,6 +97,15 @@ class Config:
     )
     floor_bytes_per_s: int = _setting(50 * _MIB, "slowest link that deadlines allow for", 1)
 
+    # what saves, repair, drain and offload may take while a job trains; a restore may take all
+    nic_bytes_s: int = _setting(0, "what the network gives each way; 0 = measured at start", 0)
+    background_share: float = _setting(
+        1.0, "part of it that they have while training does not slow down", 0.01, 1
+    )
+    background_cores: int = _setting(
+        0, "threads that code, check, and as many that upload, at once; 0 = no bound", 0, 64
+    )
+
     # object store (empty s3_url: none). Credentials: boto3's own chain, as the AWS tools have it
     s3_url: str = _setting("", "where offloaded checkpoints go, as 's3://bucket/prefix'")
     s3_endpoint: str = _setting("", "URL of an S3 compatible store; default: AWS of the region")
@@ -125,6 +138,12 @@ class Config:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         secret = {f.name: "***" for f in fields(self) if f.metadata["secret"] and values[f.name]}
         return {**values, **secret}
+
+    def patience_s(self, size_bytes: int, can_wait: bool = False) -> float:
+        """How long a transfer of so many bytes may take; much more if it ``can_wait``: it may go at
+        WAITS_AT of the slowest link, beside seven others."""
+        least = self.floor_bytes_per_s * (WAITS_AT / 8 if can_wait else 1)
+        return self.silent_holder_s + size_bytes / least
 
     @property
     def domain_map(self) -> dict[str, str]:

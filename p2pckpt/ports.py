@@ -13,12 +13,14 @@ come out. `asyncio.get_running_loop().time()` is the only clock; it is virtual i
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from p2pckpt.records import FileRecord, Member, Record
 from p2pckpt.telemetry import Telemetry
+from p2pckpt.traffic import Rates, Traffic
 
 T = TypeVar("T")
 
@@ -333,20 +335,37 @@ class Expected(Protocol):
 
 
 class Transport(Protocol):
-    """Moves payload between regions of arenas, only by the receiver's grant."""
+    """Moves payload between regions of arenas, only by the receiver's grant.
+
+    ``traffic`` says what for, on either side; each side keeps to its own `limit`.
+    """
 
     @property
     def address(self) -> str:
         """Where senders find us."""
         ...
 
-    async def expect(self, region: Region) -> Expected:
-        """Grant a write of the whole region to whoever shows the nonce."""
+    async def expect(
+        self, region: Region, traffic: Traffic = Traffic.RESTORE, timeout_s: float = math.inf
+    ) -> Expected:
+        """Grant a write of the whole region to whoever shows the nonce. ``timeout_s`` is what the
+        sender has for it: to choose rates by; the grant stays open until it is cancelled."""
         ...
 
-    async def send(self, address: str, nonce: str, region: Region, timeout_s: float) -> None:
+    async def send(
+        self,
+        address: str,
+        nonce: str,
+        region: Region,
+        timeout_s: float,
+        traffic: Traffic = Traffic.RESTORE,
+    ) -> None:
         """Write a region of ours to a grant of a peer's. Returning says the bytes left, not that
         they arrived: only the receiver knows. Raises PeerUnreachable or Refused."""
+        ...
+
+    def limit(self, rates: Rates) -> None:
+        """From now on each kind moves at most so many bytes a second in each direction."""
         ...
 
     async def close(self) -> None:
@@ -355,6 +374,9 @@ class Transport(Protocol):
 
 
 # -- objects --------------------------------------------------------------------------------------
+
+
+async def _at_once(_size_bytes: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -366,6 +388,8 @@ class Upload:
     length: int
     unit_bytes: int
     part: Callable[[int, int], bytes]
+    ready: Callable[[int], Awaitable[None]] = field(default=_at_once)
+    """Awaited before so many bytes leave: what they are held back by."""
 
 
 @dataclass(frozen=True)
@@ -481,8 +505,11 @@ class Trainers(Protocol):
 class Workers(Protocol):
     """Heavy or blocking work off the event loop."""
 
-    async def run(self, work: Callable[[], T], cost_bytes: int) -> T:
-        """Run `work` elsewhere. `cost_bytes` is what it touches: the simulator's time for it."""
+    async def run(
+        self, work: Callable[[], T], cost_bytes: int, traffic: Traffic = Traffic.RESTORE
+    ) -> T:
+        """Run `work` elsewhere. `cost_bytes` is what it touches: the simulator's time for it.
+        What is not for a RESTORE may have fewer cores, and waits for one."""
         ...
 
 

@@ -579,6 +579,7 @@ class Progress(Record, frozen=True):
     since the one before. ``every``, ``auto``: as the hook was told. Seconds are medians of the
     newest few, 0 while there is none: ``step_s`` from one ask to the next, without the save,
     ``block_s`` of a save, ``restore_s`` of the restore. ``saves``: begun in this generation.
+    ``last_s``: the newest iteration, without the save.
     """
 
     generation: int
@@ -591,6 +592,7 @@ class Progress(Record, frozen=True):
     block_s: float
     restore_s: float
     saves: int
+    last_s: float = 0.0
 
 
 # -- ledger keys ----------------------------------------------------------------------------------

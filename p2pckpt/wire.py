@@ -24,6 +24,7 @@ import msgspec
 from p2pckpt import records as r
 from p2pckpt.coding.checksum import crc32c
 from p2pckpt.errors import FormatError, UsageError
+from p2pckpt.traffic import Traffic
 
 VERSION = 1
 READS = (1,)
@@ -72,6 +73,7 @@ class PutOffer(r.Record, frozen=True):
     lengths: tuple[int, ...]
     manifest_bytes: int
     manifest_digest: str
+    traffic: Traffic = Traffic.SAVE
 
 
 class PutGrant(r.Record, frozen=True):
@@ -157,6 +159,7 @@ class GetRange(r.Record, frozen=True):
     part: int
     offset: int
     grant: Grant
+    traffic: Traffic = Traffic.RESTORE
 
 
 class Sent(r.Record, frozen=True):

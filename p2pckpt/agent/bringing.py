@@ -22,20 +22,26 @@ from p2pckpt.ports import Region
 from p2pckpt.restore.fetch import Fetching
 from p2pckpt.restore.locate import Facts, Sources, sources_of
 from p2pckpt.restore.pipeline import Fetched, Stage, restore_rank
+from p2pckpt.traffic import Traffic
 from p2pckpt.wire import pack
 
 
 async def fetching(
-    ctx: JobContext, attempt: r.Attempt, share: r.SealedShare, rank: int
+    ctx: JobContext,
+    attempt: r.Attempt,
+    share: r.SealedShare,
+    rank: int,
+    traffic: Traffic = Traffic.REPAIR,
 ) -> Fetching:
     """The fetch of one rank from those who say that they hold it now: the nodes that its record
-    names; all others too if these have not enough, or what they have is bad. Raises
-    LedgerUnavailable."""
+    names; all others too if these have not enough, or what they have is bad. RESTORE: a
+    job stands still for it. Raises LedgerUnavailable."""
     query = w.HeldQuery(job=ctx.job, attempt=attempt)
     members = (await ctx.home.living(ctx.home.config.keepalive_s)).members
     answers, _ = await ask(ctx, query, recorded(share, members.values()))
     sources = sources_of(share, attempt, Facts(ctx.state, answers, (), {}, False))
-    job = Fetching(rank, share, attempt, sources, members, ctx.home.doors, ctx.home.config)
+    home = ctx.home
+    job = Fetching(rank, share, attempt, sources, members, home.doors, home.config, traffic)
     commit = ctx.state.committed(attempt)
     k = commit.layout.k if commit is not None else len(share.holders)
 

@@ -54,6 +54,7 @@ class Agent:
         self.jobs: dict[str, JobAgent] = {}
         self.draining = Draining(self.home, self.jobs)
         self.scrubbing = Scrubbing(self.home, self.jobs, self._busy)
+        self.home.governing.progress = self._progress
         self.ready = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
 
@@ -70,6 +71,7 @@ class Agent:
             self._spawn("scrub", self.scrubbing.loop())
             self._spawn("drain", self.draining.loop())
             self._spawn("members", self.home.follow_members())
+            self._spawn("govern", self.home.governing.loop())
             await asyncio.get_running_loop().create_future()
 
     async def stop(self) -> None:
@@ -98,7 +100,8 @@ class Agent:
             return await rebuild((await self._job(request.job)).ctx, request.dry_run)
         if isinstance(request, w.StatusQuery):
             told = await status(self.home, self.jobs)
-            return w.StatusReply(json.dumps({**told, "scrub": self.scrubbing.shown()}))
+            parts = {"scrub": self.scrubbing.shown(), "bandwidth": self.home.governing.facts()}
+            return w.StatusReply(json.dumps({**told, **parts}))
         if isinstance(request, w.DrainCall):
             return await self.draining.call(request)
         if isinstance(request, w.ScheduleCall):
@@ -191,6 +194,11 @@ class Agent:
                 ctx = (await self._job(job)).ctx
                 await ctx.refresh()
                 await make_store_ready(ctx)
+
+    def _progress(self) -> dict[str, r.Progress]:
+        """Of each job with ranks here: that of the rank which is farthest."""
+        told = {name: job.scheduling.told() for name, job in self.jobs.items()}
+        return {name: max(ranks, key=lambda p: p.step) for name, ranks in told.items() if ranks}
 
     def _busy(self) -> bool:
         return any(job.busy() for job in self.jobs.values())

@@ -35,6 +35,7 @@ from p2pckpt.ports import Compare, Put, Region, Session, Txn
 from p2pckpt.restore.locate import Facts, Sources, sources_of
 from p2pckpt.restore.verify import open_manifest
 from p2pckpt.save.send import Crew, EncodedShare, crew_of, send_shard, substitute
+from p2pckpt.traffic import Traffic
 from p2pckpt.wire import pack
 from topology.cluster import TopologyError
 
@@ -285,7 +286,7 @@ class Draining:
             )
             region = home.holdings.region(stage, 0, len(packed))
             whole = EncodedShare(manifest, share.manifest_digest, tuple(shards), region)
-            await send_shard(whole, held.part, holder, home.doors, home.config)
+            await send_shard(whole, held.part, holder, home.doors, home.config, Traffic.DRAIN)
         finally:
             home.holdings.release(stage)
 

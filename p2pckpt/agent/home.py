@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from p2pckpt import records as r
+from p2pckpt.agent.governing import Governed, Governing
 from p2pckpt.agent.holdings import Holdings
 from p2pckpt.config import Config
 from p2pckpt.errors import CheckpointError
@@ -56,12 +57,19 @@ class Home:
     kept_at: float = -1e9
     newest_revision: int = 0
     followers: list[Follower] = field(default_factory=list)
+    governing: Governing = field(init=False)
+    """How fast bytes may go; the doors' transport is the one that it governs."""
     _followed: Living | None = None
     """As the watch of the members has it; None: nobody watches now."""
     _read_at: float = -1e9
     _living: Living | None = None
     _living_at: float = -1e9
     _went_back: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.governing = Governing(self.config, self.doors.transport)
+        transport = Governed(self.doors.transport, self.governing)
+        self.doors = replace(self.doors, transport=transport)
 
     def now(self) -> float:
         """The loop's clock: monotonic seconds, virtual in the simulator."""

@@ -18,6 +18,7 @@ finish a step write the same bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from p2pckpt import records as r
 from p2pckpt.agent.bucket import WRONG, checkpoint
@@ -49,6 +50,7 @@ from p2pckpt.save.offload import (
     share_objects,
     share_txn,
 )
+from p2pckpt.traffic import Traffic
 from p2pckpt.wire import unpack
 
 LOOK_EVERY_S = 1.0
@@ -252,8 +254,11 @@ class Offloading:
         for rank in record.ranks:
             self.busy = attempt.key
             part = checked_part(manifest, rank.rank, holdings.view(slots[rank.rank]))
-            with ctx.home.doors.telemetry.stage("offload", rank.length):
-                await self.objects.put(Upload(rank.name, rank.length, manifest.chunk_bytes, part))
+            ready = partial(ctx.home.governing.take, Traffic.OFFLOAD)
+            upload = Upload(rank.name, rank.length, manifest.chunk_bytes, part, ready)
+            stage = ctx.home.doors.telemetry.stage("offload", rank.length)
+            with ctx.home.governing.moving(Traffic.OFFLOAD), stage:
+                await self.objects.put(upload)
             if not self._is_due(attempt):
                 return
         whole = Upload(record.manifest, len(packed), 1, lambda at, n: packed[at : at + n])

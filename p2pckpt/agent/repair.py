@@ -37,6 +37,7 @@ from p2pckpt.restore.locate import Facts, Sources, sources_of
 from p2pckpt.restore.verify import open_manifest
 from p2pckpt.save.encode import encode_rank
 from p2pckpt.save.send import Crew, EncodedShare, crew_of, send_shard, substitute
+from p2pckpt.traffic import Traffic
 from p2pckpt.wire import pack
 
 LOOK_EVERY_S = 1.0
@@ -293,7 +294,7 @@ class Repairing:
             try:
                 await restore_first(ctx)
                 holder, doors = crew.members[node], ctx.home.doors
-                await send_shard(share, index, holder, doors, ctx.home.config)
+                await send_shard(share, index, holder, doors, ctx.home.config, Traffic.REPAIR)
                 used.add(node)
                 ctx.elsewhere.add((share.manifest.attempt, node))
                 return True
@@ -337,7 +338,7 @@ class Repairing:
             views = [holdings.view(stage, j * size, size) for j in range(layout.m)]
             image = holdings.view(slot)
             work = partial(encode_rank, entry.rank, image, views, layout, manifest.chunk_bytes)
-            again = await doors.workers.run(work, entry.length + layout.m * size)
+            again = await doors.workers.run(work, entry.length + layout.m * size, Traffic.REPAIR)
             if again.tables != entry.tables:
                 slot.doubted = True
                 raise IntegrityError(f"slot of rank {entry.rank} differs from its manifest")

@@ -27,6 +27,7 @@ from p2pckpt.agent.holdings import Held
 from p2pckpt.coding.checksum import verify_chunks
 from p2pckpt.errors import ObjectAbsent, ObjectStoreUnavailable
 from p2pckpt.restore.verify import bad_chunks, open_manifest
+from p2pckpt.traffic import Traffic
 
 BAD_NAMED = 256
 """Wrong chunks that a reply names, of each piece."""
@@ -86,7 +87,7 @@ async def bad_in_part(home: Home, held: Held, manifest: r.Manifest, part: Part) 
         return list(range(part.chunk, part.chunk + len(table)))
     view = home.holdings.view(held, part.offset, part.length)
     work = partial(verify_chunks, view, size, table, first_chunk=part.chunk)
-    return await home.doors.workers.run(work, part.length)
+    return await home.doors.workers.run(work, part.length, Traffic.SCRUB)
 
 
 async def bad_in_file(home: Home, held: Held, manifest: r.Manifest) -> tuple[w.BadPiece, ...]:
@@ -97,7 +98,7 @@ async def bad_in_file(home: Home, held: Held, manifest: r.Manifest) -> tuple[w.B
         if offset + length <= held.length:
             view = home.holdings.view(held, offset, length)
             work = partial(bad_chunks, manifest, rank, shard, view)
-            chunks = await home.doors.workers.run(work, length)
+            chunks = await home.doors.workers.run(work, length, Traffic.SCRUB)
         bad += _named(rank, shard, chunks)
     return tuple(bad)
 
@@ -121,7 +122,7 @@ async def bad_in_object(ctx: JobContext, query: w.VerifyQuery) -> tuple[w.BadPie
         await objects.get_into(names[part.rank], part.offset, view)
         table, size = table_of(manifest, part), manifest.chunk_bytes
         work = partial(verify_chunks, view, size, table, first_chunk=part.chunk)
-        found = await ctx.home.doors.workers.run(work, len(view))
+        found = await ctx.home.doors.workers.run(work, len(view), Traffic.SCRUB)
         wrong.setdefault((part.rank, part.shard), []).extend(found)
     return tuple(piece for at, chunks in wrong.items() for piece in _named(*at, chunks))
 

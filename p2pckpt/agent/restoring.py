@@ -36,6 +36,7 @@ from p2pckpt.ports import Put, Region, Txn, absent, present
 from p2pckpt.restore.fetch import fetch_manifest, source_of
 from p2pckpt.restore.pipeline import Fetched, Stage, failure, restore_rank
 from p2pckpt.restore.verify import open_manifest, snapshot_table
+from p2pckpt.traffic import Traffic
 from p2pckpt.wire import pack
 
 
@@ -178,7 +179,7 @@ class Restoring:
                 return open_manifest(packed, share.manifest_digest)
             except IntegrityError as e:
                 self.ctx.note("manifest_damaged", attempt=attempt.key, rank=rank, why=str(e))
-        job = await fetching(self.ctx, attempt, share, rank)
+        job = await fetching(self.ctx, attempt, share, rank, Traffic.RESTORE)
         try:
             manifest = await fetch_manifest(job)
         except IntegrityError as e:
@@ -198,7 +199,8 @@ class Restoring:
         lives = ctx.state.committed(attempt) is not None
         if lives:
             ctx.track(attempt)
-        job = await fetching(ctx, attempt, await self._share(attempt, rank), rank)
+        share = await self._share(attempt, rank)
+        job = await fetching(ctx, attempt, share, rank, Traffic.RESTORE)
         held, fetched = await bring(ctx.home, job, r.FileKind.SLOT if lives else r.FileKind.STAGE)
         ballot.fetched[rank] = fetched
         self._note_fetched(rank, fetched)
@@ -208,7 +210,8 @@ class Restoring:
         """Fetch a rank once more, into the file that it has."""
         assert ballot.decision.commit is not None
         attempt = ballot.decision.commit.attempt
-        job = await fetching(self.ctx, attempt, await self._share(attempt, rank), rank)
+        share = await self._share(attempt, rank)
+        job = await fetching(self.ctx, attempt, share, rank, Traffic.RESTORE)
         async with staging(self.ctx.home, job) as scratch:
             self._note_fetched(rank, await restore_rank(job, room, scratch))
 

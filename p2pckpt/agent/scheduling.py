@@ -151,10 +151,14 @@ class Scheduling:
         return self.ctx.state.schedules.get(generation) or first_schedule(generation, every)
 
     def seen(self) -> Seen | None:
-        """What the ranks of the present generation told."""
+        """What the ranks of the present generation told, put together."""
+        return look(self.told())
+
+    def told(self) -> list[r.Progress]:
+        """What each rank of the present generation told last."""
         number = self.ctx.state.generation.number if self.ctx.state.generation else 0
         told = [p.board.progress.read() for p in self.pages.values() if p.generation == number]
-        return look([p for p in told if p is not None and p.generation == number])
+        return [p for p in told if p is not None and p.generation == number]
 
     def _post(self) -> None:
         """Write what stands onto every page that has an older version."""

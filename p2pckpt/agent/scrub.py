@@ -205,7 +205,8 @@ class Scrubbing:
             if wrong:
                 self._wound(ctx, held, part, wrong)
                 return
-            await asyncio.sleep(part.length / self._bytes_per_s())
+            spare = 1.0 if self._age(key) >= URGENT * period_s else self.home.governing.level
+            await asyncio.sleep(part.length / self._bytes_per_s() / spare)
         self._read_at[key], held.doubted = begun, False
 
     def _bytes_per_s(self) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -116,7 +117,8 @@ class Serving:
     async def _prepare(self, offer: w.PutOffer) -> Incoming:
         holdings, transport = self.home.holdings, self.home.doors.transport
         attempt, writer = offer.attempt, object()
-        size = sum(offer.lengths)
+        size, traffic = sum(offer.lengths), offer.traffic
+        timeout_s = self.home.config.patience_s(size + offer.manifest_bytes, traffic.can_wait)
         shard = await holdings.take(
             Want(r.FileKind.SHARD, attempt, offer.owner, offer.index, max(1, size)), writer
         )
@@ -130,10 +132,12 @@ class Serving:
             raise
         expected, at = [], 0
         for length in offer.lengths:
-            expected.append(await transport.expect(holdings.region(shard, at, length)))
+            region = holdings.region(shard, at, length)
+            expected.append(await transport.expect(region, traffic, timeout_s))
             at += length
         region = holdings.region(manifest, 0, offer.manifest_bytes)
-        return Incoming(offer, shard, manifest, expected, await transport.expect(region))
+        last = await transport.expect(region, traffic, timeout_s)
+        return Incoming(offer, shard, manifest, expected, last)
 
     async def seal(self, seal: w.PutSeal) -> r.Record:
         """All bytes should be here: check, record, and give the receipt."""
@@ -147,7 +151,7 @@ class Serving:
             return w.RefusedReply(reason="no such put is under way (it was refused or given up)")
         config, offer = self.home.config, incoming.offer
         size = sum(offer.lengths) + offer.manifest_bytes
-        timeout_s = config.silent_holder_s + size / config.floor_bytes_per_s
+        timeout_s = config.patience_s(size, offer.traffic.can_wait)
         try:
             for expected, length in zip(incoming.expected, offer.lengths, strict=True):
                 if length:
@@ -188,14 +192,18 @@ class Serving:
         offer, holdings = incoming.offer, self.home.holdings
         packed = bytes(holdings.view(incoming.manifest, 0, offer.manifest_bytes))
         image = holdings.view(incoming.shard, 0, sum(offer.lengths))
-        await self.home.doors.workers.run(lambda: check_shard(offer, packed, image), len(image))
+        work = partial(check_shard, offer, packed, image)
+        await self.home.doors.workers.run(work, len(image), offer.traffic)
         return packed
 
     async def _end_with_attempt(
         self, ctx: JobContext, key: tuple[r.Attempt, str, int], incoming: Incoming
     ) -> None:
         """A put is given up when its attempt is settled, or its owner took too long."""
-        attempt, timeout_s = incoming.offer.attempt, self.home.config.attempt_timeout_s
+        offer, config = incoming.offer, self.home.config
+        attempt, size, can_wait = offer.attempt, sum(offer.lengths), offer.traffic.can_wait
+        timeout_s = config.attempt_timeout_s - config.silent_holder_s
+        timeout_s += config.patience_s(size, can_wait)
         await ctx.until(
             lambda: self.incoming.get(key) is not incoming or ctx.state.settled(attempt) != "",
             timeout_s,
@@ -262,9 +270,9 @@ class Serving:
             )
         region = holdings.region(found, query.offset, query.grant.length)
         config = self.home.config
-        timeout_s = config.silent_holder_s + region.length / config.floor_bytes_per_s
-        transport = self.home.doors.transport
-        await transport.send(query.grant.address, query.grant.nonce, region, timeout_s)
+        timeout_s = config.patience_s(region.length, query.traffic.can_wait)
+        grant, transport = query.grant, self.home.doors.transport
+        await transport.send(grant.address, grant.nonce, region, timeout_s, query.traffic)
         return w.Sent()
 
 

@@ -1,6 +1,6 @@
 """A real agent: the backends behind the doors, opened and closed in order.
 
-    tmpfs arena -> etcd -> gRPC peers -> UCX mover -> trainers' socket -> Agent.run
+    tmpfs arena -> etcd -> gRPC peers -> UCX mover (timed) -> trainers' socket -> Agent.run
 
 What can be wrong before anything is promised (no room, an etcd release that loses commits, a taken
 port, no UCX) is an error here, at start, and not at the first save.
@@ -18,6 +18,7 @@ import os
 import pwd
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from p2pckpt.agent.daemon import Agent
 from p2pckpt.backends.arena import TmpfsArena
 from p2pckpt.backends.budget import default_budget, file_system
 from p2pckpt.backends.etcd import Etcd
+from p2pckpt.backends.nic import PROBE, measure
 from p2pckpt.backends.peers import GrpcPeers
 from p2pckpt.backends.trainers import SocketTrainers
 from p2pckpt.backends.ucx import UcxTransport
@@ -53,16 +55,9 @@ async def run_node(config: Config, socket: str, tell: Notes, stop: asyncio.Event
     if config.transport != "ucx":
         raise ConfigError(f"transport = {config.transport!r}: this release has 'ucx' only")
     async with AsyncExitStack() as stack:
-        budget, why = config.ram_budget_bytes, "as configured"
-        if not budget:
-            budget, why = default_budget(config.directory)
-        notes("budget", {"bytes": budget, "why": why})
-        arena = TmpfsArena(config.directory, budget)
-        if (kind := file_system(config.directory)) not in ("tmpfs", "ramfs"):
-            advice = "every save goes to a disk; use a directory on tmpfs, as /dev/shm"
-            notes("WARNING", {"directory": config.directory, "is_on": kind, "so": advice})
+        arena = _arena(config, notes)
         stack.callback(arena.close)
-        workers = ThreadWorkers(config.workers)
+        workers = ThreadWorkers(config.workers, config.background_cores)
         stack.callback(workers.close)
         etcd = await stack.enter_async_context(_etcd(config))
         notes("etcd", dict(await etcd.check_version(config.trial)))
@@ -72,6 +67,7 @@ async def run_node(config: Config, socket: str, tell: Notes, stop: asyncio.Event
         transport = await UcxTransport.start(arena.descriptor, config.listen, limits=limits)
         stack.push_async_callback(transport.close)
         notes("transport", dict(transport.describe()))
+        config, nic = await _measured(config, arena, transport)
         uids, group = served(config.group)
         trainers = SocketTrainers(socket, arena.descriptor, uids, group)
         stack.push_async_callback(trainers.close)
@@ -91,7 +87,7 @@ async def run_node(config: Config, socket: str, tell: Notes, stop: asyncio.Event
         agent = Agent(config, doors, member_of(config, arena.store_id))
         running = asyncio.create_task(agent.run(), name="agent")
         stopping = asyncio.create_task(stop.wait(), name="stop")
-        ready = asyncio.create_task(_tell_ready(agent, socket, notes), name="ready")
+        ready = asyncio.create_task(_tell_ready(agent, socket, nic, notes), name="ready")
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
             await agent.stop()
@@ -100,6 +96,30 @@ async def run_node(config: Config, socket: str, tell: Notes, stop: asyncio.Event
         results = await asyncio.gather(running, stopping, ready, return_exceptions=True)
         if isinstance(results[0], Exception):
             raise cause_of(results[0])
+
+
+def _arena(config: Config, notes: Notes) -> TmpfsArena:
+    """The RAM files, within a budget that is told."""
+    budget, why = config.ram_budget_bytes, "as configured"
+    if not budget:
+        budget, why = default_budget(config.directory)
+    notes("budget", {"bytes": budget, "why": why})
+    arena = TmpfsArena(config.directory, budget)
+    if (kind := file_system(config.directory)) not in ("tmpfs", "ramfs"):
+        advice = "every save goes to a disk; use a directory on tmpfs, as /dev/shm"
+        notes("WARNING", {"directory": config.directory, "is_on": kind, "so": advice})
+    return arena
+
+
+async def _measured(
+    config: Config, arena: TmpfsArena, transport: UcxTransport
+) -> tuple[Config, str]:
+    """The settings with `nic_bytes_s`, and how that is known."""
+    if config.nic_bytes_s:
+        return config, "as configured"
+    found, how = await measure(arena, transport, config.listen)
+    transport.forget(PROBE)
+    return replace(config, nic_bytes_s=found), how
 
 
 def served(group: str) -> tuple[set[int], int | None]:
@@ -135,9 +155,13 @@ def machine_host() -> str:
     return hashlib.sha256(b"p2pckpt " + text.encode()).hexdigest()[:16] if text else ""
 
 
-async def _tell_ready(agent: Agent, socket: str, notes: Notes) -> None:
+async def _tell_ready(agent: Agent, socket: str, nic: str, notes: Notes) -> None:
+    """Trainers can join; and what the background may take of the network."""
     await agent.ready.wait()
-    notes("ready", {"node": agent.home.node, "socket": socket})
+    network = {"nic_bytes_s": agent.home.config.nic_bytes_s, "nic": nic}
+    budget = round(agent.home.governing.budget_bytes_s)
+    facts = {"node": agent.home.node, "socket": socket, **network, "background_bytes_s": budget}
+    notes("ready", facts)
 
 
 async def _objects(config: Config, stack: AsyncExitStack) -> ObjectStore | None:
@@ -147,7 +171,7 @@ async def _objects(config: Config, stack: AsyncExitStack) -> ObjectStore | None:
         return None
     from p2pckpt.backends.s3 import Place, S3Objects
 
-    workers = ThreadWorkers(config.s3_workers)
+    workers = ThreadWorkers(config.s3_workers, config.background_cores)
     stack.callback(workers.close)
     objects = S3Objects(
         Place(

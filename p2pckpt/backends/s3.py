@@ -21,6 +21,7 @@ import asyncio
 import random
 from builtins import list as listing
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from p2pckpt.backends.s3_calls import (
@@ -46,6 +47,7 @@ from p2pckpt.errors import (
     UsageError,
 )
 from p2pckpt.ports import Pending, Stored, Upload, Workers
+from p2pckpt.traffic import Traffic
 
 __all__ = ["Place", "S3Objects", "part_size"]
 
@@ -91,7 +93,8 @@ class S3Objects:
         """See ports."""
         size = part_size(upload, self._place)
         if upload.length <= size:
-            await self._try(upload.name, lambda: self._put_whole(upload))
+            await upload.ready(upload.length)
+            await self._try(upload.name, lambda: self._put_whole(upload), Traffic.OFFLOAD)
             return
         begun = await self._try(
             upload.name,
@@ -283,9 +286,9 @@ class S3Objects:
 
         async def one(number: int) -> dict[str, Any]:
             async with limit:
-                return await self._try(
-                    upload.name, lambda: self._put_part(upload, upload_id, number, size)
-                )
+                await upload.ready(min(size, upload.length - (number - 1) * size))
+                work = partial(self._put_part, upload, upload_id, number, size)
+                return await self._try(upload.name, work, Traffic.OFFLOAD)
 
         return await all_of(one(n) for n in range(1, -(-upload.length // size) + 1))
 
@@ -295,13 +298,15 @@ class S3Objects:
         except ObjectStoreUnavailable:
             pass  # it stays pending, and is found by age
 
-    async def _try(self, name: str, request: Callable[[], T]) -> T:
+    async def _try(
+        self, name: str, request: Callable[[], T], traffic: Traffic = Traffic.RESTORE
+    ) -> T:
         """A request until it is answered for good, or the deadline."""
         loop = asyncio.get_running_loop()
         deadline, pause_s = loop.time() + self._place.timeout_s, FIRST_PAUSE_S
         while True:
             try:
-                return await self._workers.run(request, 0)
+                return await self._workers.run(request, 0, traffic)
             except FOREIGN as e:
                 found = judged(e)
                 wait_s = retry_after_s(e) or pause_s * random.uniform(0.5, 1.0)

@@ -18,15 +18,18 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import secrets
 import socket
 from collections.abc import Callable, Mapping
 
 from p2pckpt import errors
 from p2pckpt.backends import ucx_flow as flow
+from p2pckpt.backends import ucx_words as words
 from p2pckpt.backends.ucx_child import Child
 from p2pckpt.errors import CheckpointError, MissingDependency, PeerUnreachable, UsageError
 from p2pckpt.ports import Region
+from p2pckpt.traffic import Rates, Traffic
 
 CANCEL_S = 2.0
 """A mover that does not confirm a cancellation within this time is killed."""
@@ -104,6 +107,7 @@ class UcxTransport:
         self._environment = dict(environment)
         self._ops: dict[int, _Op] = {}
         self._last_op = 0
+        self._rates: dict[Traffic, float] = {}
         self._ready = asyncio.Event()
         self._closed = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -149,31 +153,43 @@ class UcxTransport:
         """UCX version, library file, wheel or system preferred, transports and devices in use."""
         return {"address": self.address, **self._child.hello.facts}
 
-    async def expect(self, region: Region) -> UcxExpected:
+    async def expect(
+        self,
+        region: Region,
+        traffic: Traffic = Traffic.RESTORE,
+        timeout_s: float = math.inf,  # noqa: ARG002
+    ) -> UcxExpected:
         """See ports.Transport. Raises UsageError if the region is not inside its file."""
         nonce = secrets.token_hex(16)
-        what = (nonce, region.file, region.offset, region.length)
+        what = (nonce, region.file, region.offset, region.length, traffic)
         await self._running(self._limits.silent_s)
-        op = self._begin(lambda number: flow.Expect(number, *what))
+        op = self._begin(lambda number: words.Expect(number, *what))
         try:
             async with asyncio.timeout(self._limits.silent_s):
                 await op.granted.wait()
         except BaseException as e:  # nobody knows the nonce, so nothing is written meanwhile
-            self._child.tell(flow.Cancel(op.number))
+            self._child.tell(words.Cancel(op.number))
             if isinstance(e, TimeoutError):
                 raise PeerUnreachable(f"{self.address}: our own mover does not answer") from None
             raise
         op.check()
         return UcxExpected(self, op, nonce, region)
 
-    async def send(self, address: str, nonce: str, region: Region, timeout_s: float) -> None:
+    async def send(
+        self,
+        address: str,
+        nonce: str,
+        region: Region,
+        timeout_s: float,
+        traffic: Traffic = Traffic.RESTORE,
+    ) -> None:
         """See ports.Transport. Here returning does say that the receiver's mover has it all."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + timeout_s
         host, port = await _resolve(address, timeout_s)
-        what = (nonce, region.file, region.offset, region.length, host, port)
+        what = (nonce, region.file, region.offset, region.length, host, port, traffic)
         await self._running(end_s - loop.time())
-        op = self._begin(lambda number: flow.Send(number, *what))
+        op = self._begin(lambda number: words.Send(number, *what))
         try:
             async with asyncio.timeout_at(end_s):
                 await op.ended.wait()
@@ -185,16 +201,22 @@ class UcxTransport:
             raise
         op.check()
 
+    def limit(self, rates: Rates) -> None:
+        """See ports.Transport; a mover that is started again is told, too."""
+        self._rates = dict(rates)
+        if self._ready.is_set():
+            self._child.tell(words.Limit(self._rates))
+
     def forget(self, file: str) -> None:
         """An arena file was removed: keep no mapping of it (found out within 0.3 s anyway)."""
         if self._ready.is_set():
-            self._child.tell(flow.Unmap(file))
+            self._child.tell(words.Unmap(file))
 
     async def withdraw(self, op: _Op) -> None:
         """End an operation; when this returns, the mover does not touch its region."""
         if op.ended.is_set():
             return
-        self._child.tell(flow.Cancel(op.number))
+        self._child.tell(words.Cancel(op.number))
         try:
             async with asyncio.timeout(CANCEL_S):
                 await op.ended.wait()
@@ -215,6 +237,7 @@ class UcxTransport:
         child = await Child.start(self._port, self._limits, self._environment)
         self._port = child.hello.port
         self._child = child
+        child.tell(words.Limit(self._rates))
         if self._closed.is_set():
             child.kill()
         self._ready.set()
@@ -250,17 +273,17 @@ class UcxTransport:
             for number in list(self._ops):
                 self._finish(number, PeerUnreachable, f"our own mover ended with {code}")
 
-    def _hear(self, message: flow.FromMover) -> None:
-        if isinstance(message, flow.Granted):
+    def _hear(self, message: words.FromMover) -> None:
+        if isinstance(message, words.Granted):
             if message.op in self._ops:
                 self._ops[message.op].granted.set()
-        elif isinstance(message, flow.Received):
+        elif isinstance(message, words.Received):
             self.received_total_bytes += message.size_bytes
             key = self._ops[message.op].nonce[:8]
             self.received_bytes[key] = self.received_bytes.get(key, 0) + message.size_bytes
             if len(self.received_bytes) > COUNTED:
                 del self.received_bytes[next(iter(self.received_bytes))]
-        elif isinstance(message, flow.Ended):
+        elif isinstance(message, words.Ended):
             kind = getattr(errors, message.error) if message.error else None
             self._finish(message.op, kind, message.message)
 
@@ -277,7 +300,7 @@ class UcxTransport:
         except TimeoutError:
             raise PeerUnreachable(f"{self.address}: our own mover is not running") from None
 
-    def _begin(self, message: Callable[[int], flow.Expect | flow.Send]) -> _Op:
+    def _begin(self, message: Callable[[int], words.Expect | words.Send]) -> _Op:
         told = message(self._last_op + 1)
         descriptor = self._descriptor(told.file, True)
         self._last_op += 1

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from p2pckpt.backends import ucx_flow as flow
+from p2pckpt.backends import ucx_words as words
 from p2pckpt.errors import MissingDependency, PeerUnreachable
 
 START_S = 30.0
@@ -46,7 +47,7 @@ ENVIRONMENT = {
 }
 """Settings of the child, measured; a variable that the agent's environment has wins."""
 
-_DECODER: msgspec.json.Decoder[flow.FromMover] = msgspec.json.Decoder(flow.FromMover)
+_DECODER: msgspec.json.Decoder[words.FromMover] = msgspec.json.Decoder(words.FromMover)
 _PACKET_BYTES = 65536
 
 
@@ -55,7 +56,7 @@ class Child:
 
     def __init__(self, process: asyncio.subprocess.Process, channel: socket.socket) -> None:
         self.process = process
-        self.hello = flow.Hello()
+        self.hello = words.Hello()
         self._channel = channel
         self._out: collections.deque[tuple[bytes, int | None]] = collections.deque()
         try:
@@ -102,7 +103,7 @@ class Child:
         try:
             async with asyncio.timeout(START_S):
                 async for hello in self.messages():
-                    if isinstance(hello, flow.Hello):
+                    if isinstance(hello, words.Hello):
                         self.hello = hello
                         break
                 else:
@@ -115,7 +116,7 @@ class Child:
                 f"({self.hello.missing})"
             )
 
-    async def messages(self) -> AsyncIterator[flow.FromMover]:
+    async def messages(self) -> AsyncIterator[words.FromMover]:
         """What the mover says, until its end of the socket closes."""
         loop = asyncio.get_running_loop()
         try:
@@ -124,7 +125,7 @@ class Child:
         except OSError:
             return
 
-    def tell(self, message: flow.ToMover, descriptor: int | None = None) -> None:
+    def tell(self, message: words.ToMover, descriptor: int | None = None) -> None:
         """Send, in order, as soon as the mover takes it; the descriptor is closed here then."""
         self._out.append((msgspec.json.encode(message), descriptor))
         if self._channel.fileno() >= 0:

@@ -4,9 +4,11 @@ A connection carries one transfer at a time, so that closing it stops exactly th
 sender shows a nonce and a length (OFFER). The receiver grants piece by piece (GRANT: offset, length
 and a random tag); the sender answers with the bytes under that tag, and nothing else. Pieces of all
 transfers share one window, dealt out in turn. While a sender must wait the receiver says so every
-second (WAIT); when all bytes landed it says DONE, else REFUSED and why.
+second (WAIT); when all bytes landed it says DONE, else REFUSED and why. Who keeps to a rate does so
+before a grant, so that what waits holds no place: the receiver grants when it is time, the sender
+says up to where it may be granted (READY).
 
-    sender    OFFER nonce 40 MiB      ======8 MiB====>  ======8 MiB====>
+    sender    OFFER nonce 40 MiB      ======8 MiB====>  ======8 MiB====>   [READY 24 MiB]
     receiver            GRANT 0 8 MiB  GRANT 8 8 MiB  ...                DONE
 
 Contract: these classes take the time and random tags as arguments, and touch no socket, file or
@@ -26,6 +28,7 @@ import msgspec
 
 from p2pckpt.coding.checksum import crc32c
 from p2pckpt.errors import FormatError, IntegrityError, PeerUnreachable, Refused
+from p2pckpt.traffic import LEAST_SLICE_BYTES, Pace, Traffic
 
 FRAME_BYTES = 256
 """Every control frame has this size, so that a receive for the next one can always be posted."""
@@ -79,6 +82,7 @@ class Kind(IntEnum):
     WAIT = 3
     DONE = 4
     REFUSED = 5
+    READY = 6
 
 
 @dataclass(frozen=True)
@@ -142,14 +146,20 @@ class Inbound:
     nonce: str
     length: int
     limits: Limits
+    traffic: Traffic = Traffic.RESTORE
     offered: bool = False
+    ready: int = 0
     asked: int = 0
     received: int = 0
+    begun_s: float = 0.0
     said_s: float = 0.0
+    heard_s: float = 0.0
+    frames: int = 0
     open: dict[int, Piece] = field(default_factory=dict)
 
     def offer(self, frame: Frame, now_s: float) -> None:
-        """A sender shows the nonce. Raises Refused (another one did already), IntegrityError."""
+        """A sender shows the nonce. Raises Refused (another one did already), IntegrityError,
+        FormatError."""
         if self.offered:
             raise Refused(f"nonce {self.nonce[:8]}: another connection is already sending")
         if frame.length != self.length:
@@ -157,14 +167,26 @@ class Inbound:
                 f"nonce {self.nonce[:8]}: the region needs {self.length} bytes, "
                 f"the sender has {frame.length}"
             )
-        self.offered = True
-        self.said_s = now_s
+        if frame.offset > self.length:
+            raise FormatError(f"OFFER of {self.length} bytes without {frame.offset}")
+        self.offered, self.ready = True, self.length - frame.offset
+        self.begun_s = self.said_s = self.heard_s = now_s
+
+    def hear(self, frame: Frame, now_s: float) -> None:
+        """The sender is ready for more, or says that it lives. Raises FormatError."""
+        self.heard_s, self.frames = now_s, self.frames + 1
+        slices, passed_s = self.ready // LEAST_SLICE_BYTES, now_s - self.begun_s
+        if frame.nonce != self.nonce or self.frames > 64 + slices + 4 * passed_s:
+            raise FormatError(f"{self.frames} {frame.kind.name} at {self.ready} bytes: flood")
+        if not self.ready <= frame.offset <= self.length:
+            raise FormatError(f"READY {frame.offset}, was {self.ready} of {self.length}")
+        self.ready = frame.offset
 
     @property
     def wants(self) -> bool:
         """Whether another piece may be granted."""
         return (
-            self.offered and self.asked < self.length and len(self.open) < self.limits.share_pieces
+            self.offered and self.asked < self.ready and len(self.open) < self.limits.share_pieces
         )
 
     @property
@@ -172,9 +194,9 @@ class Inbound:
         """Whether the sender came and every byte landed."""
         return self.offered and self.received == self.length
 
-    def grant(self, tag: int, now_s: float) -> Piece:
+    def grant(self, tag: int, now_s: float, most_bytes: int = 1 << 62) -> Piece:
         """The next piece, to be awaited first and said then."""
-        length = min(self.limits.piece_bytes, self.length - self.asked)
+        length = min(self.limits.piece_bytes, self.ready - self.asked, most_bytes)
         piece = Piece(self.asked, length, tag, now_s + self.limits.piece_deadline_s(length))
         self.asked += length
         self.open[tag] = piece
@@ -188,13 +210,17 @@ class Inbound:
         return length
 
     def due(self, now_s: float) -> bool:
-        """Whether a WAIT is to be said. Raises PeerUnreachable if a piece is overdue."""
+        """Whether a WAIT is to be said. Raises PeerUnreachable if a piece is overdue, or a sender
+        that was not ready for all has been silent for too long."""
         for piece in self.open.values():
             if now_s > piece.until_s:
                 raise PeerUnreachable(
                     f"nonce {self.nonce[:8]}: {piece.length} bytes at {piece.offset} did not "
                     f"arrive within {self.limits.piece_deadline_s(piece.length):.1f} s"
                 )
+        starved = self.offered and not self.open and self.asked == self.ready < self.length
+        if starved and (silent_s := now_s - self.heard_s) > self.limits.silent_s:
+            raise PeerUnreachable(f"nonce {self.nonce[:8]}: the sender is silent for {silent_s} s")
         if not self.offered or now_s - self.said_s < self.limits.wait_every_s:
             return False
         self.said_s = now_s
@@ -202,10 +228,11 @@ class Inbound:
 
 
 class Window:
-    """At most `open_pieces` grants over all transfers, one to each in turn."""
+    """At most `open_pieces` grants over all transfers, one to each in turn, when it is time."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, pace: Pace | None = None) -> None:
         self._limits = limits
+        self._pace = pace or Pace()
         self._turn: deque[Inbound] = deque()
 
     @property
@@ -222,14 +249,15 @@ class Window:
         if inbound in self._turn:
             self._turn.remove(inbound)
 
-    def next(self) -> Inbound | None:
-        """Whose turn it is to be granted a piece, if there is room and anybody wants one."""
+    def next(self, now_s: float = 0.0) -> Inbound | None:
+        """Whose turn it is to be granted a piece, if there is room and anybody wants one now."""
         if self.open >= self._limits.open_pieces:
             return None
         for _ in range(len(self._turn)):
             self._turn.rotate(-1)
-            if self._turn[-1].wants:
-                return self._turn[-1]
+            inbound = self._turn[-1]
+            if inbound.wants and not self._pace.wait_s(inbound.traffic, now_s):
+                return inbound
         return None
 
 
@@ -246,24 +274,44 @@ class Outbound:
     peer: str
     limits: Limits
     heard_s: float
+    traffic: Traffic = Traffic.RESTORE
     begun_s: float = 0.0
+    said_s: float = 0.0
+    given_s: float = 0.0
+    ready: int = 0
     granted: int = 0
     sending: int = 0
     frames: int = 0
     done: bool = False
 
     def __post_init__(self) -> None:
-        self.begun_s = self.heard_s
+        self.begun_s = self.said_s = self.heard_s
+        self.ready = self.length
 
-    def offer(self) -> Frame:
-        """What is said first."""
-        return Frame(Kind.OFFER, self.nonce, length=self.length)
+    def offer(self, bounded: bool = False) -> Frame:
+        """What is said first; ``bounded``: `more` says how much may be granted."""
+        self.ready = self.length * (not bounded)
+        return Frame(Kind.OFFER, self.nonce, self.length - self.ready, self.length)
+
+    def more(self, pace: Pace, now_s: float) -> Frame | None:
+        """READY, if it is time for another slice, or to say that we live."""
+        if self.ready == self.length:
+            return None
+        left, ahead = self.length - self.ready, self.ready - self.granted
+        if ahead < self.limits.piece_bytes and not pace.wait_s(self.traffic, now_s):
+            size = pace.slice_bytes(self.traffic, min(left, self.limits.piece_bytes))
+            pace.spend(self.traffic, size, now_s)
+            self.ready, self.given_s = self.ready + size, now_s
+        elif now_s - self.said_s < self.limits.wait_every_s:
+            return None
+        self.said_s = now_s
+        return Frame(Kind.READY, self.nonce, self.ready)
 
     def hear(self, frame: Frame, now_s: float) -> Piece | None:
         """Take a frame of the receiver's; a piece is to be sent. Raises Refused, FormatError."""
         self.heard_s = now_s
         self.frames += 1
-        pieces = self.granted // min(self.limits.piece_bytes, 1 << 20)
+        pieces = self.granted // min(self.limits.piece_bytes, LEAST_SLICE_BYTES // 2)
         if self.frames > 64 + pieces + 4 * (now_s - self.begun_s):
             raise FormatError(f"{self.peer}: flood of {self.frames} control frames, dropped")
         if frame.nonce != self.nonce or self.done:
@@ -279,7 +327,7 @@ class Outbound:
         return None
 
     def _granted(self, frame: Frame) -> Piece:
-        room = self.length - self.granted
+        room = self.ready - self.granted
         if frame.offset != self.granted or not 0 < frame.length <= room:
             raise FormatError(
                 f"{self.peer}: grants {frame.length} bytes at {frame.offset}, "
@@ -303,73 +351,3 @@ class Outbound:
         """Raises PeerUnreachable if nothing was heard for too long."""
         if (silent_s := now_s - self.heard_s) > self.limits.silent_s:
             raise PeerUnreachable(f"{self.peer}: silent for {silent_s:.1f} s")
-
-
-# -- what agent and mover tell each other ---------------------------------------------------------
-
-
-class Expect(msgspec.Struct, tag=True, frozen=True):
-    """Grant a write into a region; the file's descriptor comes along."""
-
-    op: int
-    nonce: str
-    file: str
-    offset: int
-    length: int
-
-
-class Send(msgspec.Struct, tag=True, frozen=True):
-    """Send a region to a grant of a peer's; the file's descriptor comes along."""
-
-    op: int
-    nonce: str
-    file: str
-    offset: int
-    length: int
-    host: str
-    port: int
-
-
-class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """End an operation; answered by Ended in any case."""
-
-    op: int
-
-
-class Unmap(msgspec.Struct, tag=True, frozen=True):
-    """The file is gone; keep no mapping of it."""
-
-    file: str
-
-
-class Hello(msgspec.Struct, tag=True, frozen=True):
-    """The mover is ready. `missing` != "": it cannot work, and why."""
-
-    port: int = 0
-    facts: dict[str, str] = {}
-    missing: str = ""
-
-
-class Granted(msgspec.Struct, tag=True, frozen=True):
-    """A sender that shows the nonce is let in from now on."""
-
-    op: int
-
-
-class Received(msgspec.Struct, tag=True, frozen=True):
-    """A piece landed."""
-
-    op: int
-    size_bytes: int
-
-
-class Ended(msgspec.Struct, tag=True, frozen=True):
-    """The operation touches its region no more. `error` == "": all went well."""
-
-    op: int
-    error: str = ""
-    message: str = ""
-
-
-ToMover = Expect | Send | Cancel | Unmap
-FromMover = Hello | Granted | Received | Ended

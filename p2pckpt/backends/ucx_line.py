@@ -24,6 +24,7 @@ from typing import Any
 
 from p2pckpt.backends import pages
 from p2pckpt.backends import ucx_flow as flow
+from p2pckpt.backends import ucx_words as words
 from p2pckpt.errors import IntegrityError, UsageError
 
 try:
@@ -56,7 +57,7 @@ class Files:
         self._mapped: collections.OrderedDict[tuple[int, ...], tuple[str, int, memoryview]]
         self._mapped = collections.OrderedDict()
 
-    def view(self, region: flow.Expect | flow.Send, descriptor: int) -> memoryview:
+    def view(self, region: words.Expect | words.Send, descriptor: int) -> memoryview:
         """A region's bytes, writable: RDMA cannot register others. Takes the descriptor over.
 
         Raises UsageError if the file is smaller, OSError.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import math
 import os
 import secrets
 import select
@@ -29,6 +30,7 @@ import time
 import msgspec
 
 from p2pckpt.backends import ucx_flow as flow
+from p2pckpt.backends import ucx_words as words
 from p2pckpt.backends.ucx_line import MISSING, Files, Line, ucx
 from p2pckpt.errors import (
     CheckpointError,
@@ -37,6 +39,7 @@ from p2pckpt.errors import (
     PeerUnreachable,
     Refused,
 )
+from p2pckpt.traffic import Pace
 
 
 class Mover:
@@ -46,13 +49,14 @@ class Mover:
         self._channel = channel
         self._limits = limits
         self._out: collections.deque[bytes] = collections.deque()
-        self._decoder = msgspec.json.Decoder(flow.ToMover)
+        self._decoder = msgspec.json.Decoder(words.ToMover)
         self._files = Files()
         self._swept_s = 0.0
         self._ops: dict[int, flow.Inbound | flow.Outbound] = {}
         self._views: dict[int, memoryview] = {}
         self._grants: dict[str, flow.Inbound] = {}
-        self._window = flow.Window(limits)
+        self._inward, self._outward = Pace(), Pace()
+        self._window = flow.Window(limits, self._inward)
         self._callers: list[int] = []
         self._accepted: list[Line] = []
         self._dialled: dict[Line, tuple[str, int]] = {}
@@ -64,7 +68,7 @@ class Mover:
             self._listener = ucx.UCXListener.create(self._worker, port, self._callers.append)
         except ucx.UCXError:  # the old port is still taken: any other, the agent announces it
             self._listener = ucx.UCXListener.create(self._worker, 0, self._callers.append)
-        self._tell(flow.Hello(port=self._listener.port, facts=self._facts()))
+        self._tell(words.Hello(port=self._listener.port, facts=self._facts()))
 
     def _facts(self) -> dict[str, str]:
         lines = [line.split() for line in self._context.info.splitlines()]
@@ -94,7 +98,14 @@ class Mover:
             if self._turn(time.monotonic()) or not self._worker.arm():
                 continue
             poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._out else 0))
-            poll.poll(50 if self._ops else 250)
+            poll.poll(self._rest_ms(time.monotonic()))
+
+    def _rest_ms(self, now_s: float) -> int:
+        """How long nothing is to be done if nothing is heard."""
+        if not self._ops:
+            return 250
+        soonest_s = min(self._inward.soonest_s(now_s), self._outward.soonest_s(now_s))
+        return min(50, math.ceil(min(1.0, soonest_s) * 1000))
 
     def _turn(self, now_s: float) -> bool:
         """Everything that can be done without waiting. True: look again at once."""
@@ -109,7 +120,8 @@ class Mover:
             except (ucx.UCXError, CheckpointError) as e:
                 self._break(line, e, now_s)
                 busy = True
-        while (inbound := self._window.next()) is not None:
+        busy = self._ready(now_s) or busy
+        while (inbound := self._window.next(now_s)) is not None:
             self._grant(inbound, now_s)
             busy = True
         if now_s - self._swept_s > 0.2:
@@ -120,7 +132,7 @@ class Mover:
 
     # -- the agent ------------------------------------------------------------------------------
 
-    def _tell(self, message: flow.FromMover) -> None:
+    def _tell(self, message: words.FromMover) -> None:
         self._out.append(msgspec.json.encode(message))
 
     def _flush(self) -> None:
@@ -146,28 +158,32 @@ class Mover:
                 os._exit(0)
             busy = True
             message = self._decoder.decode(data)
-            if isinstance(message, flow.Cancel):
+            if isinstance(message, words.Cancel):
                 self._cancel(message.op)
-            elif isinstance(message, flow.Unmap):
+            elif isinstance(message, words.Unmap):
                 self._files.sweep(message.file)
+            elif isinstance(message, words.Limit):
+                self._inward.limit(message.rates)
+                self._outward.limit(message.rates)
             else:
                 self._begin(message, descriptors[0], now_s)
 
-    def _begin(self, message: flow.Expect | flow.Send, descriptor: int, now_s: float) -> None:
+    def _begin(self, message: words.Expect | words.Send, descriptor: int, now_s: float) -> None:
         op, length = message.op, message.length
         try:
             view = self._files.view(message, descriptor)
         except (CheckpointError, OSError, ValueError) as e:
-            self._tell(flow.Ended(op, "UsageError", f"{message.file}: cannot be mapped: {e}"))
+            self._tell(words.Ended(op, "UsageError", f"{message.file}: cannot be mapped: {e}"))
             return
         self._views[op] = view
-        if isinstance(message, flow.Expect):
-            inbound = flow.Inbound(op, message.nonce, length, self._limits)
+        if isinstance(message, words.Expect):
+            inbound = flow.Inbound(op, message.nonce, length, self._limits, message.traffic)
             self._ops[op] = self._grants[message.nonce] = inbound
-            self._tell(flow.Granted(op))
+            self._tell(words.Granted(op))
             return
         peer = f"{message.host}:{message.port}"
-        outbound = flow.Outbound(op, message.nonce, length, peer, self._limits, now_s)
+        what = (op, message.nonce, length, peer, self._limits, now_s, message.traffic)
+        outbound = flow.Outbound(*what)
         self._ops[op] = outbound
         self._dial(outbound, (message.host, message.port), now_s)
 
@@ -186,7 +202,7 @@ class Mover:
             self._window.leave(ended)
         del self._views[op]
         name = "" if error is None else type(error).__name__
-        self._tell(flow.Ended(op, name, "" if error is None else str(error)[:1000]))
+        self._tell(words.Ended(op, name, "" if error is None else str(error)[:1000]))
 
     # -- connections ----------------------------------------------------------------------------
 
@@ -217,7 +233,7 @@ class Mover:
                 return
             self._dialled[line] = to
         line.flow = outbound
-        line.say(outbound.offer())
+        line.say(outbound.offer(self._outward.holds(outbound.traffic)))
 
     def _drop(self, line: Line) -> None:
         line.close()
@@ -250,7 +266,7 @@ class Mover:
         inbound = line.flow
         if isinstance(inbound, flow.Inbound):
             for tag in landed:
-                self._tell(flow.Received(inbound.op, inbound.landed(tag)))
+                self._tell(words.Received(inbound.op, inbound.landed(tag)))
             if inbound.due(now_s):
                 line.say(flow.Frame(flow.Kind.WAIT, inbound.nonce))
             if inbound.whole:
@@ -266,6 +282,12 @@ class Mover:
         return frame is not None or bool(landed)
 
     def _answer(self, line: Line, frame: flow.Frame, now_s: float) -> None:
+        if frame.kind is flow.Kind.READY and isinstance(line.flow, flow.Inbound):
+            line.flow.hear(frame, now_s)
+            return
+        if frame.kind is flow.Kind.READY and 0 < line.refusals <= self._limits.refusals:
+            line.refusals += 1  # it had not heard of the refusal yet
+            return
         if frame.kind is not flow.Kind.OFFER or line.flow is not None:
             raise FormatError(f"{frame.kind.name} out of turn")
         inbound = self._grants.get(frame.nonce)
@@ -288,7 +310,10 @@ class Mover:
     def _grant(self, inbound: flow.Inbound, now_s: float) -> None:
         """Await the next piece, then let the sender know."""
         line = next(line for line in self._accepted if line.flow is inbound)
-        piece = inbound.grant(1 << flow.TAG_BITS | secrets.randbits(flow.TAG_BITS), now_s)
+        tag = 1 << flow.TAG_BITS | secrets.randbits(flow.TAG_BITS)
+        most = self._inward.slice_bytes(inbound.traffic, self._limits.piece_bytes)
+        piece = inbound.grant(tag, now_s, most)
+        self._inward.spend(inbound.traffic, piece.length, now_s)
         try:
             line.receive(self._views[inbound.op][piece.offset :][: piece.length], piece.tag)
             grant = (flow.Kind.GRANT, inbound.nonce, piece.offset, piece.length, piece.tag)
@@ -327,13 +352,30 @@ class Mover:
         outbound.check(now_s)
         return frame is not None or gone > 0
 
+    def _ready(self, now_s: float) -> bool:
+        """Say READY where it is time: first where it is longest ago."""
+        waiting = [
+            (line.flow.given_s, i, line, line.flow)
+            for i, line in enumerate(self._dialled)
+            if isinstance(line.flow, flow.Outbound) and line.flow.ready < line.flow.length
+        ]
+        busy = False
+        for _, _, line, outbound in sorted(waiting, key=lambda found: found[:2]):
+            if (more := outbound.more(self._outward, now_s)) is not None:
+                busy = True
+                try:
+                    line.say(more)
+                except ucx.UCXError as e:
+                    self._break(line, e, now_s)
+        return busy
+
 
 def main(arguments: list[str]) -> None:
     """Run a mover on an inherited channel."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     channel = socket.socket(fileno=int(arguments[0]))
     if MISSING:
-        channel.send(msgspec.json.encode(flow.Hello(missing=MISSING)))
+        channel.send(msgspec.json.encode(words.Hello(missing=MISSING)))
         return
     channel.setblocking(False)
     Mover(channel, int(arguments[1]), msgspec.json.decode(arguments[2], type=flow.Limits)).run()

@@ -137,6 +137,9 @@ def _text(document: dict[str, Any]) -> str:
     if (scrub := document["scrub"])["found"]:
         wounds = f"{scrub['found']} found wrong or lost, {scrub['mended']} mended"
         lines.append(f"read again  {wounds}, {scrub['open']} open")
+    if (bandwidth := document["bandwidth"])["level"] < 1:
+        budget = f"{bandwidth['budget_bytes_s'] / 1e6:.0f} MB/s"
+        lines.append(f"beside training  {budget} for saves and the like: {bandwidth['why']}")
     for name, job in document["jobs"].items():
         lines.append(f"job {name}  generation {job['generation']}  {job['layout']}")
         steps = sorted({*job["steps"], *job["offloaded"]})

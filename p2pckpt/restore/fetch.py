@@ -31,6 +31,7 @@ from p2pckpt.errors import (
 from p2pckpt.ports import Doors, Region
 from p2pckpt.restore.locate import Sources
 from p2pckpt.restore.verify import bad_chunks, open_manifest
+from p2pckpt.traffic import Traffic
 
 OBJECT_STORE = "s3"
 """The object store's name among the sources of bytes."""
@@ -51,6 +52,7 @@ class Fetching:
     members: Mapping[str, r.Member]
     doors: Doors
     config: Config
+    traffic: Traffic = Traffic.RESTORE
     bytes_from: dict[str, int] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     wrong: bool = False
@@ -219,7 +221,7 @@ async def _get_shard(
     async def bad() -> list[int]:
         with job.timed("verify"):
             return await job.doors.workers.run(
-                lambda: bad_chunks(manifest, job.rank, shard, view), into.length
+                lambda: bad_chunks(manifest, job.rank, shard, view), into.length, job.traffic
             )
 
     try:
@@ -262,10 +264,10 @@ async def _fetch(
     if into.length == 0:
         return True
     kind, part, offset = query
-    timeout_s = job.config.silent_holder_s + into.length / job.config.floor_bytes_per_s
+    timeout_s = job.config.patience_s(into.length, job.traffic.can_wait)
     try:
         member = job.members[node]
-        expected = await job.doors.transport.expect(into)
+        expected = await job.doors.transport.expect(into, job.traffic, timeout_s)
         try:
             ask = w.GetRange(
                 attempt=job.attempt,
@@ -276,6 +278,7 @@ async def _fetch(
                 grant=w.Grant(
                     address=job.doors.transport.address, nonce=expected.nonce, length=into.length
                 ),
+                traffic=job.traffic,
             )
             reply = await job.doors.peers.call(member.peers_address, ask, timeout_s)
             if not isinstance(reply, w.Sent):
@@ -286,7 +289,7 @@ async def _fetch(
         view = job.doors.arena.view(into)
         with job.timed("verify"):
             bad = await job.doors.workers.run(
-                lambda: bad_chunks(manifest, job.rank, shard, view), into.length
+                lambda: bad_chunks(manifest, job.rank, shard, view), into.length, job.traffic
             )
         if bad:
             raise IntegrityError(f"{kind} {part}: chunks {bad[:5]} differ from the manifest")

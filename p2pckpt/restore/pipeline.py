@@ -114,7 +114,7 @@ async def _rebuild(
 
     with job.timed("decode"):
         size = layout.k * entry.shard_bytes
-        if wrong := await job.doors.workers.run(decode_and_verify, size):
+        if wrong := await job.doors.workers.run(decode_and_verify, size, job.traffic):
             raise RestoreFailed(f"rank {job.rank}: {'; '.join(wrong)}")
 
 

@@ -237,6 +237,7 @@ class Loop:
                     _median(self._blocks_s),
                     self.restore_s,
                     self.ordinal,
+                    self._steps_s[-1] if self._steps_s else 0.0,
                 )
             )
 

@@ -26,6 +26,7 @@ from p2pckpt.ports import Doors, Region
 from p2pckpt.save.commit import spare_of
 from p2pckpt.save.encode import encode_rank, shard_bytes
 from p2pckpt.save.send import Crew, EncodedShare, send_share
+from p2pckpt.traffic import Traffic
 from p2pckpt.wire import pack
 
 
@@ -86,7 +87,7 @@ async def encode(
         views = [doors.arena.view(piece) for piece in pieces]
         image = doors.arena.view(slot.region)
         work = partial(encode_rank, slot.rank, image, views, layout, chunk)
-        entry = await doors.workers.run(work, len(image) + layout.m * size)
+        entry = await doors.workers.run(work, len(image) + layout.m * size, Traffic.SAVE)
         entries.append(structs.replace(entry, meta=slot.meta))
         for index in range(layout.k):
             length = entry.stored_bytes(index, layout.k)

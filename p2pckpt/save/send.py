@@ -21,6 +21,7 @@ from p2pckpt import wire as w
 from p2pckpt.config import Config
 from p2pckpt.errors import CheckpointError, IntegrityError, NoRoom, Refused, UsageError
 from p2pckpt.ports import Doors, Region
+from p2pckpt.traffic import Traffic
 from topology.cluster import LEVELS, Cluster, Node, TopologyError
 from topology.place import Level, Placement, Rules, place
 
@@ -175,7 +176,12 @@ def substitute(crew: Crew, owner: str, used: set[str], failed: set[str]) -> str 
 
 
 async def send_shard(
-    share: EncodedShare, index: int, holder: r.Member, doors: Doors, config: Config
+    share: EncodedShare,
+    index: int,
+    holder: r.Member,
+    doors: Doors,
+    config: Config,
+    traffic: Traffic = Traffic.SAVE,
 ) -> str:
     """Put one shard and the manifest on a holder; its store_id once it has sent the receipt.
 
@@ -183,7 +189,7 @@ async def send_shard(
     """
     regions = share.shards[index]
     size = sum(region.length for region in regions) + share.manifest_region.length
-    timeout_s = config.silent_holder_s + size / config.floor_bytes_per_s
+    timeout_s = config.patience_s(size, traffic.can_wait)
     offer = w.PutOffer(
         attempt=share.manifest.attempt,
         owner=share.manifest.owner,
@@ -191,6 +197,7 @@ async def send_shard(
         lengths=tuple(region.length for region in regions),
         manifest_bytes=share.manifest_region.length,
         manifest_digest=share.digest,
+        traffic=traffic,
     )
     # A holder that has no free file clears a new one first: as slow as sending, and slower.
     grant = await doors.peers.call(holder.peers_address, offer, timeout_s)
@@ -204,7 +211,7 @@ async def send_shard(
         (*grant.shard, grant.manifest), (*regions, share.manifest_region), strict=True
     ):
         if region.length:
-            await doors.transport.send(to.address, to.nonce, region, timeout_s)
+            await doors.transport.send(to.address, to.nonce, region, timeout_s, traffic)
     seal = w.PutSeal(attempt=share.manifest.attempt, owner=share.manifest.owner, index=index)
     receipt = await doors.peers.call(holder.peers_address, seal, timeout_s)
     if not isinstance(receipt, w.Receipt):

@@ -55,6 +55,32 @@ def test_parts_begin_at_multiples_of_the_unit_and_cover_the_object_once(stores):
     stores.run(story)
 
 
+def test_bytes_leave_when_they_are_ready_and_not_before(stores):
+    async def story(rig):
+        data, asked, ready, gate = noise(BIG_BYTES), [], [], asyncio.Event()
+
+        def part(at, n):
+            asked.append(n)
+            assert sum(asked) <= sum(ready)
+            return data[at : at + n]
+
+        async def hold_back(n):
+            if ready:
+                await gate.wait()
+            ready.append(n)
+
+        putting = asyncio.create_task(rig.a.put(Upload("x", BIG_BYTES, UNIT, part, hold_back)))
+        await asyncio.sleep(0.3)
+        assert not putting.done()
+        assert len(asked) <= 1
+        gate.set()
+        await putting
+        assert sum(ready) == sum(asked) == BIG_BYTES
+        assert await rig.b.get("x") == data
+
+    stores.run(story)
+
+
 def test_what_a_part_raises_comes_out_and_nothing_is_there(stores):
     async def story(rig):
         data = noise(BIG_BYTES)

@@ -7,6 +7,7 @@ import pytest
 
 from p2pckpt.errors import IntegrityError, PeerUnreachable, Refused
 from p2pckpt.ports import Region
+from p2pckpt.traffic import SLICE_S, Traffic
 
 from .harness import fill, read
 
@@ -244,6 +245,67 @@ def test_a_send_can_be_cancelled_and_the_next_one_works(transports):
         await rig.a.send(rig.b.address, grant.nonce, region, 20.0)
         await grant.received(20.0)
         assert read(rig.b_arena, "to", len(data)) == data
+
+    transports.run(story)
+
+
+@pytest.mark.parametrize("limited", ["sender", "receiver", "both"])
+def test_a_kind_keeps_to_its_rate_and_a_restore_beside_it_has_none(transports, limited):
+    async def story(rig):
+        size, rate, clock = 1_500_000, 2e6, asyncio.get_running_loop()
+        await fill(rig.a_arena, "from", pattern(2 * size))
+        await rig.b_arena.reserve("to", 1 << 22)
+        for side, transport in (("sender", rig.a), ("receiver", rig.b)):
+            if limited in (side, "both"):
+                transport.limit({Traffic.REPAIR: rate})
+
+        async def one(offset, traffic):
+            begun, region = clock.time(), Region("from", offset, size)
+            grant = await rig.b.expect(Region("to", offset, size), traffic, 20.0)
+            async with asyncio.TaskGroup() as group:
+                send = rig.a.send(rig.b.address, grant.nonce, region, 20.0, traffic)
+                group.create_task(send)
+                group.create_task(grant.received(20.0))
+            return clock.time() - begun
+
+        await one(0, Traffic.RESTORE)  # connected, mapped
+        took = await asyncio.gather(one(0, Traffic.REPAIR), one(size, Traffic.RESTORE))
+        least_s = size / rate - 2 * SLICE_S - SLICE_S  # may catch up; the last slice goes at once
+        assert least_s <= took[0] < least_s + 2
+        assert took[1] < took[0] / 2
+        assert read(rig.b_arena, "to", 2 * size) == pattern(2 * size)
+
+        repair = asyncio.create_task(one(0, Traffic.REPAIR))
+        await asyncio.sleep(0.1)
+        rig.a.limit({})
+        rig.b.limit({})
+        assert await repair < size / rate / 2, "new rates hold for what is under way"
+
+    transports.run(story)
+
+
+def test_a_paced_transfer_can_be_cancelled_on_either_side(transports):
+    async def story(rig):
+        await fill(rig.a_arena, "from", pattern(3_000_000))
+        await rig.b_arena.reserve("to", 1 << 22)
+        region, kind = Region("from", 0, 3_000_000), Traffic.DRAIN
+        rig.a.limit({kind: 1e5})
+        for side in ("sender", "receiver"):
+            grant = await rig.b.expect(Region("to", 0, 3_000_000), kind)
+            send = rig.a.send(rig.b.address, grant.nonce, region, 20.0, kind)
+            sending = asyncio.create_task(send)
+            await asyncio.sleep(0.3)
+            assert not sending.done()
+            if side == "sender":
+                sending.cancel()
+            await grant.cancel()
+            (ended,) = await asyncio.gather(sending, return_exceptions=True)
+            assert isinstance(ended, asyncio.CancelledError | PeerUnreachable | Refused)
+        rig.a.limit({})
+        grant = await rig.b.expect(Region("to", 0, 3_000_000), kind)
+        await rig.a.send(rig.b.address, grant.nonce, region, 20.0, kind)
+        await grant.received(20.0)
+        assert read(rig.b_arena, "to", 3_000_000) == pattern(3_000_000)
 
     transports.run(story)
 

@@ -27,6 +27,7 @@ from p2pckpt.backends.workers import SystemIds, ThreadWorkers
 from p2pckpt.errors import NoRoom, UsageError
 from p2pckpt.ports import Region
 from p2pckpt.records import Attempt, FileKind, FileRecord, FileState
+from p2pckpt.traffic import Traffic
 
 MB = 1024 * 1024
 ATTEMPT = Attempt(ledger_id="l", job="0.j", generation=1, ordinal=1, step=1)
@@ -550,6 +551,40 @@ def test_workers_are_bounded_and_cancelling_waits_for_work_that_runs():
         asyncio.run(workers.run(lambda: 1, 0))
     with pytest.raises(UsageError):
         ThreadWorkers(0)
+
+
+def test_what_no_job_waits_for_leaves_threads_to_a_restore():
+    """One of four threads for the background: the second piece waits, a restore does not."""
+
+    async def story(workers):
+        begun, go, ran = threading.Event(), threading.Event(), []
+
+        def slow():
+            begun.set()
+            assert go.wait(10)
+            ran.append("slow")
+
+        kinds = (Traffic.SAVE, Traffic.SCRUB, Traffic.OFFLOAD)
+        first = asyncio.create_task(workers.run(slow, 0, kinds[0]))
+        async with asyncio.timeout(10):
+            while not begun.is_set():
+                await asyncio.sleep(0.001)
+        rest = [
+            asyncio.create_task(workers.run(lambda kind=kind: ran.append(kind), 0, kind))
+            for kind in kinds[1:]
+        ]
+        for _ in range(20):
+            assert await workers.run(lambda: 42, 0) == 42
+        assert ran == []
+        rest[0].cancel()
+        await asyncio.sleep(0)
+        go.set()
+        await asyncio.gather(first, *rest, return_exceptions=True)
+        assert ran == ["slow", Traffic.OFFLOAD]
+
+    workers = ThreadWorkers(4, 1)
+    asyncio.run(story(workers))
+    workers.close()
 
 
 def test_ids_are_32_hex_digits_and_delays_lie_within_their_bounds():

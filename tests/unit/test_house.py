@@ -20,7 +20,7 @@ ROWS = [
     ("topology",),
     ("p2pckpt.errors",),
     ("p2pckpt.coding",),
-    ("p2pckpt.records", "p2pckpt.config", "p2pckpt.telemetry"),
+    ("p2pckpt.records", "p2pckpt.config", "p2pckpt.telemetry", "p2pckpt.traffic"),
     ("p2pckpt.ports", "p2pckpt.wire", "p2pckpt.jobstate", "p2pckpt.board"),
     (
         "p2pckpt.save",
@@ -86,7 +86,7 @@ STEPS = {
 }
 
 AGENT_ORDER = [
-    {"holdings"},
+    {"holdings", "governing"},
     {"home", "roster"},
     {"context"},
     {"gather", "bucket", "installing", "living", "polling"},

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from p2pckpt.backends import ucx_flow as flow
 from p2pckpt.errors import FormatError, IntegrityError, PeerUnreachable, Refused
+from p2pckpt.traffic import LEAST_SLICE_BYTES, SLICE_S, Pace, Traffic
 
 NONCE = "0123456789abcdef" * 2
 U64 = st.integers(0, 2**64 - 1)
@@ -125,6 +126,98 @@ def test_any_order_of_arrival_fills_every_region(
         assert sender.hear(flow.Frame(flow.Kind.DONE, NONCE), 0.0) is None
         assert sender.ended
         assert bytes(region) == b"\1" * len(region)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 2_000_000),
+    st.sampled_from([None, 1e5, 1e6, 1e7]),
+    st.sampled_from([None, 1e5, 1e6, 1e7]),
+)
+def test_the_slower_side_sets_the_pace_and_what_waits_holds_no_place(length, ours, theirs):
+    """A sender with one rate and a receiver with another, looked at every 10 ms; and beside them a
+    transfer without any, for which the window always has room."""
+    limits = flow.Limits(piece_bytes=1 << 18, open_pieces=2)
+    paces = [Pace(), Pace()]
+    for pace, rate in zip(paces, (ours, theirs), strict=True):
+        pace.limit({Traffic.SAVE: rate} if rate else {})
+    window = flow.Window(limits, paces[1])
+    sender = flow.Outbound(1, NONCE, length, "peer:1", limits, 0.0, Traffic.SAVE)
+    receiver = flow.Inbound(1, NONCE, length, limits, Traffic.SAVE)
+    receiver.offer(sender.offer(paces[0].holds(Traffic.SAVE)), 0.0)
+    window.join(receiver)
+    now = 0.0
+    for tag in range(1_000_000):
+        if (ready := sender.more(paces[0], now)) is not None:
+            receiver.hear(flow.Frame.unpack(ready.pack()), now)
+        if (turn := window.next(now)) is not None:
+            assert turn is receiver
+            piece = receiver.grant(tag, now, paces[1].slice_bytes(Traffic.SAVE, 1 << 18))
+            paces[1].spend(Traffic.SAVE, piece.length, now)
+            what = (flow.Kind.GRANT, NONCE, piece.offset, piece.length, tag)
+            sender.hear(flow.Frame(*what), now)
+            sender.left(now)
+            receiver.landed(tag)
+        elif receiver.whole:
+            break
+        else:
+            assert window.open == 0
+            now += 0.01
+            sender.check(now)
+            if receiver.due(now):
+                sender.hear(flow.Frame(flow.Kind.WAIT, NONCE), now)
+    slower = min((rate for rate in (ours, theirs) if rate), default=0)
+    if not slower:
+        assert now == 0
+        return
+    needs_s = length / slower
+    assert needs_s - 2 * SLICE_S - LEAST_SLICE_BYTES / slower <= now <= 1.1 * needs_s + 0.3
+
+
+def test_a_sender_that_is_not_ready_and_falls_silent_is_gone():
+    pace = Pace()
+    pace.limit({Traffic.SAVE: 1e3})
+    sender = flow.Outbound(1, NONCE, 1_000_000, "peer:1", LIMITS, 0.0, Traffic.SAVE)
+    receiver = inbound(1_000_000)
+    receiver.offer(sender.offer(bounded=True), 0.0)
+    assert not receiver.wants
+    receiver.hear(sender.more(pace, 0.0), 0.0)
+    assert receiver.wants
+    receiver.landed(receiver.grant(1, 0.0).tag)
+    assert receiver.asked == LIMITS.piece_bytes
+    again = [t for t in range(60) if (frame := sender.more(pace, t / 10)) and frame.offset]
+    assert again == list(range(10, 60, 10)), "it says that it lives"
+    receiver.ready = receiver.asked
+    receiver.due(5.0)
+    with pytest.raises(PeerUnreachable, match="silent"):
+        receiver.due(5.1)
+    whole = offered(1000)
+    whole.due(100.0)  # one that was ready for all owes nothing
+
+
+@pytest.mark.parametrize("offset", [0, 499, 1001, 2**63])
+def test_ready_never_goes_back_nor_beyond_the_end(offset):
+    receiver = inbound(1000)
+    receiver.offer(flow.Frame(flow.Kind.OFFER, NONCE, 500, 1000), 0.0)
+    assert receiver.ready == 500
+    receiver.hear(flow.Frame(flow.Kind.READY, NONCE, 500), 0.0)
+    with pytest.raises(FormatError, match=f"READY {offset}, was 500 of 1000"):
+        receiver.hear(flow.Frame(flow.Kind.READY, NONCE, offset), 0.0)
+
+
+def test_more_is_said_of_than_offered_and_a_flood_of_it():
+    with pytest.raises(FormatError, match="1000 bytes without 1001"):
+        inbound(1000).offer(flow.Frame(flow.Kind.OFFER, NONCE, 1001, 1000), 0.0)
+    receiver = offered(1000)
+    with pytest.raises(FormatError, match="flood"):
+        [receiver.hear(flow.Frame(flow.Kind.READY, NONCE, 1000), 1.0) for _ in range(70)]
+
+
+def test_grant_before_it_is_ready():
+    sender = outbound(1000)
+    sender.offer(bounded=True)
+    with pytest.raises(FormatError, match="grants"):
+        sender.hear(flow.Frame(flow.Kind.GRANT, NONCE, 0, 1, 5), 0.0)
 
 
 def test_window_is_shared_evenly_and_one_transfer_gets_half_at_most():

@@ -144,9 +144,9 @@ class _GuardedWatch:
 class GuardedTransport(Guarded):
     """`ports.Transport` during a life, with what it grants."""
 
-    async def expect(self, *args: Any) -> Any:
+    async def expect(self, *args: Any, **options: Any) -> Any:
         """The door's grant, guarded too."""
-        return Guarded(await self._life.run(self._door.expect(*args)), self._life)
+        return Guarded(await self._life.run(self._door.expect(*args, **options)), self._life)
 
 
 class GuardedPeers(Guarded):

@@ -127,6 +127,7 @@ class ObjectsDoor:
         parts = []
         try:
             for offset in range(0, upload.length, step):
+                await upload.ready(min(step, upload.length - offset))
                 part = upload.part(offset, min(step, upload.length - offset))
                 await bucket.reach(len(part))
                 parts.append(part)

@@ -7,6 +7,7 @@ Contract. Nothing is written without a living grant of exactly that length: with
 nothing is written at all, the receiver gets IntegrityError, the sender Refused. A grant serves one
 sender. `cancel` is instant: no piece is written after it, unless the planted bug
 `Weather.late_write` is on. `send` returns when the last piece has left, which may still be lost.
+Both sides hold a flow back by the `limit` they have for what it is for.
 A sender that gives up or dies breaks the connection (the receiver gets PeerUnreachable), but over a
 blocked link that does not get through either, and both sides wait for their timeouts.
 """
@@ -14,19 +15,24 @@ blocked link that does not get through either, and both sides wait for their tim
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
-from p2pckpt.backends.inproc.net import FakeNet
+from p2pckpt.backends.inproc.net import FakeNet, true_time
 from p2pckpt.coding.checksum import crc32c
 from p2pckpt.errors import CheckpointError, IntegrityError, PeerUnreachable, Refused
 from p2pckpt.ports import Expected, Region
+from p2pckpt.traffic import Pace, Rates, Traffic
 
 
 class _Grant:
     """`ports.Expected`: the receiver's side of a transfer."""
 
-    def __init__(self, nonce: str, target: memoryview, forget: Callable[[str], None]) -> None:
+    def __init__(
+        self, nonce: str, target: memoryview, traffic: Traffic, forget: Callable[[str], None]
+    ) -> None:
         self.target = target
+        self.traffic = traffic
         self.taken = False
         self.cancelled = False
         self._nonce = nonce
@@ -75,6 +81,8 @@ class TransportDoor:
 
     def __init__(self, net: FakeNet, node: str, view: Callable[[Region], memoryview]) -> None:
         self.grants: dict[str, _Grant] = {}
+        self.inward = Pace()
+        self.outward = Pace()
         self._net = net
         self._node = node
         self._view = view
@@ -86,17 +94,34 @@ class TransportDoor:
         """The same for every start of the node's agent."""
         return f"{self._node}/transport"
 
-    async def expect(self, region: Region) -> Expected:
+    async def expect(
+        self,
+        region: Region,
+        traffic: Traffic = Traffic.RESTORE,
+        timeout_s: float = math.inf,  # noqa: ARG002
+    ) -> Expected:
         """Grant a write of the whole region to whoever shows the nonce."""
         nonce = f"{self._net.rng.getrandbits(128):032x}"
-        self.grants[nonce] = grant = _Grant(nonce, self._view(region), self._forget)
+        self.grants[nonce] = grant = _Grant(nonce, self._view(region), traffic, self._forget)
         return grant
 
-    async def send(self, address: str, nonce: str, region: Region, timeout_s: float) -> None:
+    def limit(self, rates: Rates) -> None:
+        """At most so many bytes a second of each kind, in each direction."""
+        self.inward.limit(rates)
+        self.outward.limit(rates)
+
+    async def send(
+        self,
+        address: str,
+        nonce: str,
+        region: Region,
+        timeout_s: float,
+        traffic: Traffic = Traffic.RESTORE,
+    ) -> None:
         """Write a region to a peer's grant. Raises PeerUnreachable or Refused."""
         left: asyncio.Future[CheckpointError | None]
         left = asyncio.get_running_loop().create_future()
-        flow = _Flow(self._net, self._node, address, nonce, left)
+        flow = _Flow(self._net, (self._node, address), nonce, left, (self.outward, traffic))
         task = self._net.start(flow.run(self._view(region)), f"{self._node} sends to {address}")
         self._flows.append(task)
         task.add_done_callback(self._flows.remove)
@@ -144,17 +169,17 @@ class _Flow:
     def __init__(
         self,
         net: FakeNet,
-        node: str,
-        address: str,
+        way: tuple[str, str],
         nonce: str,
         left: asyncio.Future[CheckpointError | None],
+        outward: tuple[Pace, Traffic],
     ) -> None:
         self._net = net
-        self._node = node
-        self._address = address
+        self._node, self._address = way
         self._nonce = nonce
         self._left = left
-        self._target = net.node_of(address)
+        self._outward = outward
+        self._target = net.node_of(self._address)
 
     async def run(self, source: memoryview) -> None:
         """All of it; a message that is lost just ends it, and the timeouts tell both sides."""
@@ -189,11 +214,13 @@ class _Flow:
             self._leave(PeerUnreachable(f"{self._address}: the transport here was closed"))
 
     async def _move(self, source: memoryview, grant: _Grant, door: TransportDoor) -> None:
-        net, step = self._net, self._net.piece_bytes
-        for offset in range(0, len(source), step) or (0,):
-            piece = bytes(source[offset : offset + step])
+        net, offset, last = self._net, 0, False
+        while not last:
+            size = await self._turn(grant, door, len(source) - offset)
+            piece = bytes(source[offset : offset + size])
             await net.pass_piece(self._node, self._target, len(piece))
-            if offset + step >= len(source):
+            last = offset + size == len(source)
+            if last:
                 self._leave(None)
                 if not await net.hop(self._node, self._target):
                     return
@@ -206,8 +233,21 @@ class _Flow:
             if grant.cancelled:
                 self._log("fault.net.late_write", piece)
             grant.write(offset, net.flipped(piece))
+            offset += size
         self._log("transfer.arrived", source)
         grant.end(None)
+
+    async def _turn(self, grant: _Grant, door: TransportDoor, left: int) -> int:
+        """Wait until it is time for the next piece, here and then there; its length."""
+        paces = (self._outward, (door.inward, grant.traffic))
+        most = min(left, self._net.piece_bytes)
+        size = min(pace.slice_bytes(traffic, most) for pace, traffic in paces)
+        for pace, traffic in paces:
+            wait_s = pace.wait_s(traffic, true_time())
+            pace.spend(traffic, size, true_time())  # in line: others wait for this one
+            if wait_s:
+                await asyncio.sleep(wait_s)
+        return size
 
     async def _answer(self, error: CheckpointError) -> None:
         """Tell the sender, if it can be reached and still listens."""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from random import Random
 from typing import TypeVar
 
+from p2pckpt.traffic import Traffic
+
 T = TypeVar("T")
 
 
@@ -22,7 +24,12 @@ class InlineWorkers:
         self._rng = rng
         self._bytes_per_s = bytes_per_s
 
-    async def run(self, work: Callable[[], T], cost_bytes: int) -> T:
+    async def run(
+        self,
+        work: Callable[[], T],
+        cost_bytes: int,
+        traffic: Traffic = Traffic.RESTORE,  # noqa: ARG002
+    ) -> T:
         """Do the work once, whole; raises what it raises."""
         duration_s = cost_bytes / self._bytes_per_s
         if self._rng.random() < 0.5:
