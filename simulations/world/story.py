@@ -52,7 +52,8 @@ class Options:
     ``switches`` have the racks in turn; ``offload_every`` 0: no object store. ``quiet_saves``: due
     after the last fault is over. ``overlap``: a fault does not wait for the end of the one before.
     ``checkers`` False: nobody looks, so that only crash and stuck can be found. ``absences``: of a
-    trace, as `failures.from_trace` takes them, in place of the faults.
+    trace, as `failures.from_trace` takes them, in place of the faults. ``nic_bytes_s``, if
+    not 0: agents hold their traffic back, as if that were all the network gives.
     """
 
     seed: int
@@ -73,6 +74,7 @@ class Options:
     faults: tuple[str, ...] = ("crash_lose", "partition")
     absences: tuple[tuple[float, float], ...] = ()
     checkers: bool = True
+    nic_bytes_s: int = 0
     limit_s: float = 2400.0
 
     def __post_init__(self) -> None:
@@ -134,6 +136,8 @@ def config(options: Options) -> Config:
         spread=options.spread,
         offload_every=options.offload_every,
         s3_url="s3://world" if options.offload_every else "",
+        nic_bytes_s=options.nic_bytes_s,
+        floor_bytes_per_s=options.nic_bytes_s // 5 or Config.floor_bytes_per_s,
     )
 
 

@@ -17,6 +17,7 @@ from test_schedule_stories import FOUR, Looping
 
 from p2pckpt import wire as w
 from p2pckpt.records import FileKind
+from simulations.world.story import Options, run
 
 NIC = 500_000
 SPARE = 100_000
@@ -237,3 +238,14 @@ def test_status_shows_the_rates_and_why():
         assert told["why"]
 
     play(story, nodes=6, **NETWORK)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whatever_breaks_what_is_held_back_ends_as_it_should(seed):
+    """Agents die, stand still and are cut off, movers die, the store is slow, while everything
+    waits for its turn: all promises hold, and the world comes to rest."""
+    faults = ("mover_dies", "pause", "crash_lose", "partition", "bucket_slow")
+    options = Options(seed, nodes=6, saves=12, offload_every=2, faults=faults, nic_bytes_s=100_000)
+    result = run(options)
+    assert result.end == "ok", result.why
+    assert result.commits >= 12
