@@ -156,10 +156,9 @@ class Ledger(Protocol):
     def watch(self, prefix: str, from_revision: int) -> AsyncIterator[Sequence[Change]]:
         """Changes below `prefix` from `from_revision` on, in order, none lost, none twice.
 
-        Resumes by itself over broken connections, and gives an empty batch for each: a ledger may
-        have been set back meanwhile, and its revisions have gone on from there. Ends with
-        Compacted if the changes since `from_revision` are gone (list again, then watch on), never
-        silently.
+        Resumes over broken connections, and gives an empty batch for each: the ledger may have
+        been set back and gone on from there. Ends with Compacted if the changes since
+        `from_revision` are gone (list again, then watch on), never silently.
         """
         ...
 

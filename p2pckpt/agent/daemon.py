@@ -178,9 +178,9 @@ class Agent:
 
     async def _on_session(self) -> None:
         """A new session: say again which trainers live, and that this agent is ready."""
-        for job in self.jobs.values():
+        for job in list(self.jobs.values()):
             job.ctx.wake()  # for who waits for the session
-            for launch in job.launches.launches.values():
+            for launch in list(job.launches.launches.values()):  # ranks may die meanwhile
                 if launch.generation is not None and launch.trainers:
                     await tell_living(job.ctx, launch.generation.number, launch.trainers)
         if not self.ready.is_set() and not any(self.home.holdings):

@@ -311,3 +311,27 @@ def test_who_reads_nothing_while_the_ledger_is_set_back_and_rebuilt_learns_of_it
 
     for seed in range(1, 4):
         play(story, seed=seed)
+
+
+def test_a_rank_that_dies_while_a_new_session_tells_of_the_living_ends_no_agent():
+    """Seed 475. The agent's lease had expired; while it told the ledger anew which ranks live, one
+    of them died, and the loop over the launches ended the agent."""
+
+    async def story(stage):
+        first, second = await stage.launch("n0", "n1"), stage.form("n0", token="other")
+        joining = asyncio.gather(*(k.join() for k in second.ranks), return_exceptions=True)
+        await asyncio.sleep(1.0)
+
+        def dies(name, txn):
+            if name == "n0" and any("/trainers/" in put.key for put in txn.puts):
+                stage.before_txn.remove(dies)
+                second.kill()
+
+        stage.before_txn.append(dies)
+        stage.etcd.revoke(stage.agents["n0"].home.session.lease, "operator")
+        await until(lambda: dies not in stage.before_txn)
+        await asyncio.sleep(10.0)
+        joining.cancel()
+        await first.saved(1)
+
+    play(story)
