@@ -77,7 +77,7 @@ class Agent:
     async def stop(self) -> None:
         """Let saves in flight end, within `stop_grace_s`; then give the lease back."""
         deadline = self.home.now() + self.home.config.stop_grace_s
-        for job in self.jobs.values():
+        for job in list(self.jobs.values()):
             open_now = [own.attempt for own in job.saving.open.values()]
             left = max(0.0, deadline - self.home.now())
             await job.ctx.until(partial(_all_decided, job, open_now), left)
@@ -112,7 +112,7 @@ class Agent:
             if trainer in job.seats:
                 return await job.call(trainer, request)
         if isinstance(request, w.Leave):  # it gave up joining
-            for job in self.jobs.values():
+            for job in list(self.jobs.values()):
                 await job.launches.trainer_gone(trainer)
             return w.Accepted()
         raise NotSeated(f"pid {trainer.pid} has not joined a job here")
