@@ -337,7 +337,7 @@ class Launches:
         if roster is None or mine is None or mine[1].join_id != launch.join_id:
             return False
         told = dict(launch.trainers)
-        await tell_living(ctx, roster.generation.number, told)
+        await tell_living(ctx, roster.generation.number, launch.trainers)
         launch.generation = roster.generation
         if told != launch.trainers:  # who died meanwhile was told as living
             await tell_living(ctx, roster.generation.number, launch.trainers)

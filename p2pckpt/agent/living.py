@@ -16,23 +16,27 @@ from collections.abc import Collection
 from p2pckpt import records as r
 from p2pckpt.agent.context import JobContext, Roster
 from p2pckpt.errors import LedgerUnavailable
-from p2pckpt.ports import Put, Txn, absent, unchanged
+from p2pckpt.ports import Compare, Put, Txn, absent, unchanged
 from p2pckpt.wire import pack, unpack
 
 
 async def tell_living(ctx: JobContext, generation: int, ranks: Collection[int]) -> None:
     """Tell the ledger which ranks of a generation live here, under this agent's lease.
 
-    Raises LedgerUnavailable if it is not certain that the ledger knows.
+    ``ranks`` is the caller's own, and looked at anew for each try: some may die meanwhile, and be
+    told as dead already. Raises LedgerUnavailable if it is not certain that the ledger knows.
     """
     home, key = ctx.home, ctx.keys.trainers(generation, ctx.home.node)
-    if home.session is None:
-        raise LedgerUnavailable(f"{home.node}: no session with the ledger")
-    record = r.LivingTrainers(node=home.node, ranks=tuple(sorted(ranks)))
-    put = Put(key, pack(record), home.session)
-    done = await ctx.transact(Txn((absent(key),), (put,)))
+
+    async def put(there: Compare) -> bool:
+        if home.session is None:
+            raise LedgerUnavailable(f"{home.node}: no session with the ledger")
+        record = r.LivingTrainers(node=home.node, ranks=tuple(sorted(ranks)))
+        return await ctx.transact(Txn((there,), (Put(key, pack(record), home.session),)))
+
+    done = await put(absent(key))
     if not done and (entry := await home.doors.ledger.get(key)) is not None:
-        done = await ctx.transact(Txn((unchanged(entry),), (put,)))
+        done = await put(unchanged(entry))
     if not done:
         raise LedgerUnavailable(f"{key}: the report was not written")
 
