@@ -3,7 +3,9 @@
     who holds it now -> fetch, verify, decode (restore/pipeline) -> a SLOT that stays, or a STAGE
 
 Contract: a SLOT comes out WHOLE, with its manifest beside it: it is the rank's own copy on this
-node from then on. A STAGE is the caller's to give back. If anything fails, no file is left behind.
+node from then on, and the only good one, though restore, repair and scrub may bring it at once: two
+of them would take the place of a save. A STAGE is the caller's to give back. If anything fails, no
+file is left behind.
 """
 
 from __future__ import annotations
@@ -78,6 +80,10 @@ async def bring(home: Home, job: Fetching, kind: r.FileKind) -> tuple[Held, Fetc
         raise
     (held,) = taken
     if kind is r.FileKind.SLOT:
+        other = holdings.find(job.attempt, kind, job.rank)
+        if other and not other.bad and other.manifest_digest == job.share.manifest_digest:
+            give_back(home, held)  # somebody else brought it meanwhile
+            return other, fetched
         name = document_name(job.share.manifest_digest)
         home.doors.arena.put_document(name, pack(fetched.manifest))
         holdings.seal(held, fetched.target.length, job.share.manifest_digest)

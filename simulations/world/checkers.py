@@ -80,6 +80,8 @@ class Checkers:
         self._seen = 0
         self._ledger_id = ""
         self._generation = 0
+        self._reached: dict[str, int] = {}
+        """The newest generation that each ledger ever had: another ledger counts anew."""
         self._keep_last = 1
         cluster.log.listeners.append(self._on_event)
 
@@ -151,7 +153,8 @@ class Checkers:
         over = attempt.key in self._ended or attempt.ledger_id in self._cleaned
         if attempt.job != self.keys.job or over:
             return
-        if self._kept(attempt) is not None or attempt.generation >= self._generation:
+        reached = self._reached.get(attempt.ledger_id, 0)
+        if self._kept(attempt) is not None or attempt.generation >= reached:
             self.object(f"{node}: {file} of open or committed {attempt.key} was {how}")
 
     def _on_damage(self, node: str, file: str, what: str) -> None:
@@ -198,6 +201,8 @@ class Checkers:
             generation = unpack(value, r.Generation)
             self._generation, self._keep_last = generation.number, generation.keep_last
             self.lives.generation_began(self._generation)
+            reached = self._reached.get(self._ledger_id, 0)
+            self._reached[self._ledger_id] = max(reached, generation.number)
         elif key.startswith(keys.groups):
             group = unpack(value, r.GroupRecord)
             self._shares.setdefault(group.attempt, {})[group.group] = group.shares

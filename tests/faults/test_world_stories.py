@@ -334,4 +334,23 @@ def test_a_rank_that_dies_while_a_new_session_tells_of_the_living_ends_no_agent(
         joining.cancel()
         await first.saved(1)
 
+
+def test_a_restore_and_a_repair_bring_one_copy_of_a_rank():
+    """Seed 329. A rank's slot was brought by a repair and, before that had it, by its restore on
+    the same node. A second slot of one step is the place of a save, and no save ever committed."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        node = stage.holders("n1", 1)[0]
+        assert node not in THREE
+        stage.crash("n1")
+        stage.net.slow(node, 20e3)  # the repair begins when the launch forms, and takes longer
+        launch = await launch.again("n0", node, "n2")
+        assert await launch.restore() == 1
+        await until(lambda: stage.events("note.repaired", node))
+        assert stage.events("note.fetched", node)
+        assert [n for n, h in stage.held(r.FileKind.SLOT, 1) if h.part == 1] == [node]
+        await launch.saved(2)
+
     play(story)
