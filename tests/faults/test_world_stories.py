@@ -334,6 +334,8 @@ def test_a_rank_that_dies_while_a_new_session_tells_of_the_living_ends_no_agent(
         joining.cancel()
         await first.saved(1)
 
+    play(story)
+
 
 def test_a_restore_and_a_repair_bring_one_copy_of_a_rank():
     """Seed 329. A rank's slot was brought by a repair and, before that had it, by its restore on
