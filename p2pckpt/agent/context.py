@@ -50,8 +50,7 @@ TAKERS = 8
 """Nodes that step in for rank 0's within `commit_delay_high_s`, however many there are."""
 
 UNSURE_S = 15.0
-"""A transaction that was not answered may be carried out for so long: etcd itself gives one up
-after some 7 s."""
+"""For so long an unanswered transaction may be carried out; etcd gives one up after some 7 s."""
 
 
 @dataclass
@@ -67,13 +66,12 @@ class JobContext:
     frozen: str = ""
     seen: r.LedgerSeen | None = None
     checkpoints: dict[str, r.Checkpoint] = field(default_factory=dict)
-    groups: tuple[r.Attempt, list[r.GroupRecord]] | None = None
-    """Those of a committed attempt that were read last."""
+    groups: tuple[r.Attempt, list[r.GroupRecord]] | None = None  # of a commit, as read last
     losses: int = 0  # files of the newest step that were told to be lost: repair looks again
     elsewhere: set[tuple[r.Attempt, str]] = field(default_factory=set)  # holders not recorded
     ceded: tuple[int, int] | None = None  # the ballot that other work has waited for long enough
-    proven_revision: int = 0
-    """Of the newest linearizable read of this job's records that found them not gone back."""
+    hindered: dict[str, str] = field(default_factory=dict)  # attempts not handed in, and why
+    proven_revision: int = 0  # of the newest linearizable read that found nothing gone back
     proven_at: float = -1e9
     _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(default_factory=dict)
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
@@ -107,7 +105,7 @@ class JobContext:
             try:
                 await self.refresh()
                 await self._watch()
-            except (Compacted, LedgerForgot, LedgerUnavailable) as e:
+            except (Compacted, LedgerForgot, LedgerUnavailable, NoRoom) as e:
                 self.note("follow_again", why=str(e))
                 await asyncio.sleep(RETRY_S)
 
@@ -192,9 +190,9 @@ class JobContext:
             self.note("frozen", why=self.frozen)
 
     def _remember(self, seen: r.LedgerSeen) -> None:
-        """Beside the bytes, so that the next agent of this store knows it too."""
-        self.seen = seen
+        """Beside the bytes, so that the next agent of this store knows it too. Raises NoRoom."""
         self.home.doors.arena.put_document(seen_name(self.job), pack(seen))
+        self.seen = seen
 
     def wake(self) -> None:
         """Let everybody who waits look again."""
@@ -266,7 +264,7 @@ class JobContext:
                 await self.refresh()
                 if not self.decided(attempt):
                     await asyncio.sleep(RETRY_S)
-            except (LedgerForgot, LedgerUnavailable):
+            except (LedgerForgot, LedgerUnavailable, NoRoom):
                 await asyncio.sleep(RETRY_S)
 
     def decided(self, attempt: r.Attempt) -> bool:
@@ -292,7 +290,10 @@ class JobContext:
 
     async def _track(self, attempt: r.Attempt, timeout_s: float) -> None:
         if not await self.until(lambda: self.decided(attempt), timeout_s + self.spread_s()):
-            await self.abort(attempt, f"no outcome within {timeout_s:.0f} s")
+            known, late_s = self.hindered, self.home.config.takeover_s
+            await self.until(lambda: self.decided(attempt) or attempt.key in known, late_s)
+            why = known.get(attempt.key, "")  # who knows it was first to say so
+            await self.abort(attempt, f"no outcome within {timeout_s:.0f} s{why and '; '}{why}")
         while True:
             await self.until(lambda: self.state.settled(attempt) != "", None)
             shown = self.state.revision
@@ -367,8 +368,7 @@ class JobContext:
 
 def copied_groups(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
     """An attempt's group records as they lie beside this node's bytes; [] if they do not."""
-    packed = ctx.home.doors.arena.document(copy_name(attempt))
-    if packed is None:
+    if (packed := ctx.home.doors.arena.document(copy_name(attempt))) is None:
         return []
     try:
         copy = unpack(packed, r.CommitCopy)

@@ -97,6 +97,8 @@ async def hand_in(
                     await ctx.until(done, takeover_s)  # it failed: not again at once
     finally:
         gathering.forget(topic(piece))
+        if piece.attempt is not None:
+            ctx.hindered.pop(piece.attempt.key, None)
 
 
 async def _give(ctx: JobContext, lead: r.RosterNode, piece: HandIn, gathering: Gathering) -> None:
@@ -108,8 +110,14 @@ async def _give(ctx: JobContext, lead: r.RosterNode, piece: HandIn, gathering: G
         if member := living.members.get(lead.node):
             peers, timeout_s = ctx.home.doors.peers, ctx.home.config.peer_timeout_s
             await peers.call(member.peers_address, piece, timeout_s)
+            return
+        why = "it is no living member"
     except CheckpointError as e:
-        ctx.note("hand_in_failed", lead=lead.node, topic=topic(piece), why=str(e))
+        why = str(e)
+        ctx.note("hand_in_failed", lead=lead.node, topic=topic(piece), why=why)
+    if piece.attempt is not None:
+        words = f"{ctx.home.node} could not hand its share to {lead.node}: {why}"
+        ctx.hindered[piece.attempt.key] = words
 
 
 async def _write(ctx: JobContext, number: int, pieces: list[HandIn], write: Write) -> bool:

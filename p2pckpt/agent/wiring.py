@@ -24,6 +24,7 @@ from typing import Any
 
 from p2pckpt import records as r
 from p2pckpt.agent.daemon import Agent
+from p2pckpt.backends import descriptors
 from p2pckpt.backends.arena import TmpfsArena
 from p2pckpt.backends.budget import default_budget, file_system
 from p2pckpt.backends.etcd import Etcd
@@ -54,6 +55,7 @@ async def run_node(config: Config, socket: str, tell: Notes, stop: asyncio.Event
 
     if config.transport != "ucx":
         raise ConfigError(f"transport = {config.transport!r}: this release has 'ucx' only")
+    notes("open_files", {"limit": descriptors.raise_limit()})
     async with AsyncExitStack() as stack:
         arena = _arena(config, notes)
         stack.callback(arena.close)
@@ -99,10 +101,14 @@ async def run_node(config: Config, socket: str, tell: Notes, stop: asyncio.Event
 
 
 def _arena(config: Config, notes: Notes) -> TmpfsArena:
-    """The RAM files, within a budget that is told."""
-    budget, why = config.ram_budget_bytes, "as configured"
-    if not budget:
-        budget, why = default_budget(config.directory)
+    """The RAM files, within a budget that is told, with a warning if it is more than there is."""
+    half, why = default_budget(config.directory)
+    budget = config.ram_budget_bytes or half
+    if budget > 2 * half:
+        facts = {"ram_budget_bytes": budget, "free_bytes": 2 * half}
+        so = "saves end in NoRoom or, at the limit of a memory cgroup, this agent is killed"
+        notes("WARNING", {**facts, "so": f"{so}; see p2pckpt doctor"})
+    why = "as configured" if config.ram_budget_bytes else why
     notes("budget", {"bytes": budget, "why": why})
     arena = TmpfsArena(config.directory, budget)
     if (kind := file_system(config.directory)) not in ("tmpfs", "ramfs"):

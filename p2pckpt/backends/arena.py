@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2pckpt import wire
-from p2pckpt.backends import pages
+from p2pckpt.backends import descriptors, pages
 from p2pckpt.errors import FormatError, NoRoom, UsageError
 from p2pckpt.ports import Kept, Region
 from p2pckpt.records import FileRecord, FileState
@@ -90,6 +90,7 @@ class TmpfsArena:
                 _own_directory(self._directory)
                 self._holder = _hold(self._directory)
                 self._store_id = self._find_store_id()
+                self._documents = {p.stem for p in self._ours() if p.suffix == ".doc"}
             self.adopt()
         except BaseException:
             self.close()
@@ -190,6 +191,7 @@ class TmpfsArena:
                 ram.withdrawn = True
                 return
             self._files.pop(name, None)
+            self._documents.discard(name)
             for suffix in ("rec", "ram", "doc"):  # the record first: no WHOLE without bytes
                 _unlink(self._place(name, suffix))
             if ram is not None and not _unmapped(ram):
@@ -201,6 +203,7 @@ class TmpfsArena:
         """Write a small document atomically, outside the budget. Raises NoRoom."""
         with self._lock:
             self._write(self._place(name, "doc"), packed)
+            self._documents.add(name)
 
     def document(self, name: str) -> bytes | None:
         """Read one back, None if absent."""
@@ -208,8 +211,8 @@ class TmpfsArena:
             return _read(self._place(name, "doc"))
 
     def documents(self) -> tuple[str, ...]:
-        """Names of all documents, sorted."""
-        return tuple(sorted(n[:-4] for n in self._names() if n.endswith(".doc")))
+        """Names of all documents, sorted; remembered, so that asking costs nothing."""
+        return tuple(sorted(self._documents))
 
     def close(self) -> None:
         """Let go of the directory; files and documents stay. Reservations under way end."""
@@ -278,14 +281,11 @@ class TmpfsArena:
                 raise UsageError(f"arena file {file}: is not in {self._directory}")
             return ram
 
-    def _names(self) -> list[str]:
-        with os.scandir(self._directory) as entries:
-            files = [e for e in entries if e.is_file(follow_symlinks=False)]
-        return [e.name for e in files if _OURS.fullmatch(e.name)]
-
     def _ours(self) -> list[Path]:
         """At start only, see `_place`."""
-        return [self._directory / name for name in self._names()]
+        with os.scandir(self._directory) as entries:
+            files = [e for e in entries if e.is_file(follow_symlinks=False)]
+        return [self._directory / e.name for e in files if _OURS.fullmatch(e.name)]
 
     def _find_store_id(self) -> str:
         place = f"{self._directory}/store_id"
@@ -327,8 +327,9 @@ class TmpfsArena:
             if e.errno not in _NO_ROOM:
                 raise UsageError(where) from e
             disk = os.statvfs(self._directory)
-            have = f"{self._directory} has {disk.f_bavail * disk.f_frsize}"
-            raise NoRoom(f"{where}; needs {need_bytes} bytes, {have}") from e
+            free = f"{self._directory} has {disk.f_bavail * disk.f_frsize}"
+            lacks = descriptors.lacking(e) or f"needs {need_bytes} bytes, {free}"
+            raise NoRoom(f"{where}; {lacks}") from e
 
 
 # -- one file --------------------------------------------------------------------------------------
@@ -362,11 +363,9 @@ def _unmapped(ram: _RamFile) -> bool:
 
 
 def _read(path: str) -> bytes | None:
-    try:
-        with open(path, "rb") as f:
-            return f.read()
-    except FileNotFoundError:
-        return None
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as f:
+        return f.read()
+    return None
 
 
 def _unlink(path: str) -> None:

@@ -114,6 +114,7 @@ def check_all(config: Config, layout: Layout) -> Iterable[Check]:
     yield from memory.check_huge(config.directory, mounts, memory.shmem_setting())
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     yield memory.check_locked(limit, budget, devices)
+    yield memory.check_files(resource.getrlimit(resource.RLIMIT_NOFILE))
     yield from _guarded("ucx", lambda: check_ucx(_mover_facts(), devices))
     yield from _guarded("coding", _coding)
     yield from _guarded("checksum", _checksum)

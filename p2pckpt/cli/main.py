@@ -68,7 +68,11 @@ ADVICE: tuple[tuple[type[Exception], str], ...] = (
         "see to it that the agent reaches the object store (s3_url, s3_endpoint)",
     ),
     (PeerUnreachable, "try again; `p2pckpt status` says which agents live"),
-    (NoRoom, "make room, or give the agent more (--ram-budget-bytes), or clean a finished job"),
+    (
+        NoRoom,
+        "make room, or raise the limit that is named (the agent's own: --ram-budget-bytes), or "
+        "clean a finished job",
+    ),
     (RestoreFailed, "`p2pckpt inspect` says who holds what; start the agents that are away"),
     (MissingDependency, "install it; `p2pckpt doctor` checks all parts"),
     (ConfigError, "`p2pckpt config show` lists every setting; correct the one that is named"),

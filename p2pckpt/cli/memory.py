@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2pckpt.backends.budget import default_budget
+from p2pckpt.backends.descriptors import NEEDED
 from p2pckpt.cli.output import amount
 from p2pckpt.config import Config
 
@@ -147,6 +148,15 @@ def check_locked(limit: int, budget: int, devices: Sequence[str]) -> Check:
     found = f"ulimit -l is {limit // 1024} KiB; RDMA needs {budget // 1024} KiB, TCP none"
     do = "for RDMA: LimitMEMLOCK=infinity in the unit, docker run --ulimit memlock=-1"
     return Check("locked memory", WARN if devices else OK, found, do if devices else "")
+
+
+def check_files(limits: tuple[int, int]) -> Check:
+    """May an agent have enough files open? ``limits``: soft, which it raises itself, and hard."""
+    most = limits[1]
+    if most != resource.RLIM_INFINITY and most < NEEDED:
+        do = "raise the hard limit: LimitNOFILE= in the unit, docker run --ulimit nofile="
+        return Check("open files", FAIL, f"at most {most}; an agent needs {NEEDED}", do)
+    return Check("open files", OK, "no limit" if most < 0 else f"at most {most}")
 
 
 def rdma_devices() -> list[str]:

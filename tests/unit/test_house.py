@@ -61,6 +61,7 @@ NOUNS = {
     "topology.cluster", "topology.rules", "topology.ground", "topology.hostlist",
     "topology.place", "p2pckpt.coding.table", "p2pckpt.cli.output", "p2pckpt.cli.picture",
     "p2pckpt.cli.step", "p2pckpt.cli.memory", "p2pckpt.backends.lifeline", "p2pckpt.backends.pages",
+    "p2pckpt.backends.descriptors",
     "simulations.world.promises", "simulations.world.training", "simulations.world.contents",
     "simulations.world.lives", "simulations.world.told", "simulations.world.failures",
     "simulations.world.checkers", "simulations.world.clock", "simulations.study.formulas",
