@@ -179,7 +179,7 @@ class Machine:
         members: int = 1,
     ) -> None:
         """The embedded etcd and, if asked for, an object store; what agents need to know."""
-        self.etcd = EtcdServers.start(self.run / "etcd", members, options)
+        self.etcd = self._start_etcd(members, options)
         settings: dict[str, Any] = {
             "endpoints": ",".join(self.etcd.endpoints),
             "trial": True,
@@ -218,11 +218,19 @@ class Machine:
         node.agent, node.ready_at = self._start_agent(node.name, node.rack), None
 
     def _start_agent(self, name: str, rack: str) -> subprocess.Popen[bytes]:
-        command = ["-m", "p2pckpt.cli.main", "agent", "--config", str(self.run / "agent.toml")]
-        command += ["--node", name, "--host-id", f"host-{name}", "--domains", f"rack={rack}"]
-        command += ["--directory", str(self.ram / name), "--socket", str(self.run / f"{name}.sock")]
         more = {"DEMO_RUN": str(self.run)} | (self.store.environment if self.store else {})
-        return _spawn(command, self.run / f"{name}.log", more, 0)
+        return _spawn(self._agent_command(name, rack), self.run / f"{name}.log", more, 0)
+
+    def _agent_command(self, name: str, rack: str) -> list[str]:
+        """How an agent is started; `command[0]` is a path."""
+        command = [sys.executable, "-m", "p2pckpt.cli.main", "agent"]
+        command += ["--config", str(self.run / "agent.toml"), "--node", name]
+        command += ["--host-id", f"host-{name}", "--domains", f"rack={rack}"]
+        command += ["--directory", str(self.ram / name), "--socket", str(self.run / f"{name}.sock")]
+        return command
+
+    def _start_etcd(self, members: int, options: EtcdOptions) -> EtcdServers:
+        return EtcdServers.start(self.run / "etcd", members, options)
 
     def look(self) -> list[Node]:
         """Take note of agents that became ready; those that did so now."""
@@ -295,7 +303,7 @@ class Machine:
             place = self.run / ("main" if store else "reference")
             place.mkdir(exist_ok=True)
             log = place / f"rank{rank}.log"
-            command = ["-m", "p2pckpt.demo.train", *arguments]
+            command = [sys.executable, "-m", "p2pckpt.demo.train", *arguments]
             command += ["--launch", str(launch.number), "--rendezvous", str(meeting)]
             command += ["--journal", str(place / f"rank{rank}.jsonl")]
             environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "DEMO_RUN": str(self.run)}
@@ -328,7 +336,7 @@ class Machine:
 def _spawn(
     command: Sequence[str], log: Path, more: Mapping[str, str], group: int
 ) -> subprocess.Popen[bytes]:
-    """Run this Python on `command` in a process group (0: a new one), without settings of ours."""
+    """Run `command` in a process group (0: a new one), without settings of ours."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("P2PCKPT_")}
     root = str(Path(p2pckpt.__file__).parents[1])
     paths = [root, *filter(None, [environment.get("PYTHONPATH", "")])]
@@ -336,7 +344,7 @@ def _spawn(
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
     with log.open("ab") as out:
         return subprocess.Popen(
-            tied([sys.executable, *command]),
+            tied(command),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

@@ -291,11 +291,13 @@ class Job:
             self.seats = []
         return silent
 
-    def verified(self, step="latest"):
-        """`p2pckpt verify`, which reads every byte: is the step right, or at least restorable?"""
+    def verified(self, step="latest", by=None):
+        """`p2pckpt verify`, which reads every byte: is the step right, or at least restorable?
+
+        ``by``: the node that is asked."""
         told = [sys.executable, "-m", "p2pckpt.cli.main", "verify", str(step), "--json"]
         done = subprocess.run(
-            [*told, "--job", self.name, "--agent", str(self.nodes[-1].socket)],
+            [*told, "--job", self.name, "--agent", str((by or self.nodes[-1]).socket)],
             cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
         )  # fmt: skip
         assert done.returncode in (0, 4), (done.stdout, done.stderr, self.cluster.story())
