@@ -21,16 +21,18 @@ from numpy.typing import NDArray
 from p2pckpt import records as r
 
 CHUNK_BYTES = 1024
+REMEMBERED = 8192
+"""Snapshots whose bytes are kept: several steps of 1,250 ranks."""
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=REMEMBERED)
 def content(rank: int, step: int, writer: str = "") -> bytes:
     """The snapshot of a rank at a step: some kilobytes, of a length that fits no chunk."""
     rng = Random(f"content {rank} {step} {writer}")
     return rng.randbytes(9000 + 37 * rank + step % 13)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=REMEMBERED)
 def shards(rank: int, step: int, layout: r.Layout, writer: str = "") -> tuple[bytes, ...]:
     """What each stored shard of that snapshot must be, worked out from the format's definition."""
     image, k = content(rank, step, writer), layout.k
@@ -79,13 +81,14 @@ class Snapshots:
 
     def is_right(self, record: r.FileRecord, image: bytearray | bytes) -> bool:
         """Has a WHOLE file of this attempt the bytes that it must have?"""
-        step = self.attempt.step
+        step, length = self.attempt.step, min(record.length, len(image))
         if record.kind is r.FileKind.SLOT:
             wanted = content(record.part, step, self.writer)
-            return bytes(image[: record.length]) == wanted
+            return length == len(wanted) and image.startswith(wanted)
         ranks = self._ranks.get(record.owner, ())
         pieces = (shards(rank, step, self.layout, self.writer)[record.part] for rank in ranks)
-        return bool(ranks) and bytes(image[: record.length]) == b"".join(pieces)
+        wanted = b"".join(pieces)
+        return bool(ranks) and length == len(wanted) and image.startswith(wanted)
 
     @cached_property
     def _ranks(self) -> dict[str, tuple[int, ...]]:
@@ -255,12 +258,14 @@ def gains(kept: Kept, record: r.FileRecord, shelf: Shelf) -> Found | None:
     """A committed step has a file more: what it can lose from now on, and its share.
 
     All shares are looked at only if neither this one nor the one that was weakest can lose less
-    than the step could before.
+    than the step could before, and if it could lose less than is possible at all.
     """
     share = kept.snapshots.share_of(record)
     if share is None:
         return None
     found = find_share(kept.snapshots, share, shelf)
+    if not kept.hit and kept.survives > kept.snapshots.layout.m:
+        return found  # there is no more
     seen = [found]
     if kept.weakest is not None:
         seen.append(find_share(kept.snapshots, kept.weakest, shelf))

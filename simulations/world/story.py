@@ -39,7 +39,8 @@ JOB = r.Job(owner_uid=1000, name="world").key
 OTHER_JOB = r.Job(owner_uid=1000, name="other").key
 EXIT_CODES = {"ok": 0, "lost": 4, "wrong": 1, "crash": 5, "stuck": 6}
 MAX_TURNS = 5_000_000
-"""Of the loop: ten times what a long run takes. Code that goes round without waiting ends here."""
+"""Of the loop, for 16 nodes or fewer: ten times what a long run takes. Code that goes round without
+waiting ends here."""
 
 CALM_AFTER_S = 30.0
 """After a fault, leases that it ended and agents that it stopped are no surprise so long."""
@@ -77,6 +78,11 @@ class Options:
     nic_bytes_s: int = 0
     limit_s: float = 2400.0
 
+    @property
+    def turns(self) -> int:
+        """Of the loop at most."""
+        return MAX_TURNS * -(-self.nodes // 16)
+
     def __post_init__(self) -> None:
         r.Layout.parse(self.layout)
         if unknown := sorted(set(self.faults) - set(FAULTS)):
@@ -111,7 +117,7 @@ def run(options: Options, keep_log: bool = True) -> Result:
     world = World(options)
     result = world.result
     try:
-        clock.run(world.main(), limit_s=options.limit_s, limit_turns=MAX_TURNS)
+        clock.run(world.main(), limit_s=options.limit_s, limit_turns=options.turns)
     except clock.Stuck as e:
         result.end, result.why = "stuck", str(e)
     log = world.cluster.log
