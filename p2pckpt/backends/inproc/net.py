@@ -85,7 +85,7 @@ class FakeNet:
         self._frozen: dict[str, bool] = {}
         self._out_free: dict[str, float] = {}
         self._in_free: dict[str, float] = {}
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # thousands, if many nodes save at once
         self._waiting: list[asyncio.Future[None]] = []
 
     # -- faults -----------------------------------------------------------------------------------
@@ -162,12 +162,12 @@ class FakeNet:
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Let something happen on the network, whatever becomes of who caused it."""
         task = asyncio.create_task(work, name=name, context=contextvars.Context())
-        self._tasks.append(task)
+        self._tasks[task] = None
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.remove(task)
+        del self._tasks[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             task.get_loop().call_exception_handler(
                 {"message": f"{task.get_name()} failed", "exception": error, "task": task}
