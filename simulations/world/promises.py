@@ -147,9 +147,11 @@ class Promises:
         racks = [self._rack(n) for n in holders]
         judged = [self._rack(repaired)] if repaired else racks
         most, allowed = max(map(racks.count, judged), default=0), max(1, found.layout.m)
+        if not clear or most <= allowed:
+            return
         room = [self._rack(n) for n in living if self._rack(n) != self._rack(owner)]
         suffice = sum(min(room.count(rack), allowed) for rack in set(room))
-        if clear and most > allowed and suffice >= found.layout.shards:
+        if suffice >= found.layout.shards:
             self.object(f"step {step}: {most} shards of {found.share.node} in one rack: {racks}")
 
     def _rack(self, node: str) -> str:
