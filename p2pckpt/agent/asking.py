@@ -203,7 +203,8 @@ class Asking:
         compares = (ctx.state.same_ledger(), ctx.state.not_cleaned(), there)
         await ctx.transact(Txn(compares, (Put(key, b"1", self.home.session),)))
         if await self.home.doors.ledger.get(key) is None:
-            raise SourcesAway(f"step {attempt.step} went before it could be read; ask again")
+            why = f"step {attempt.step} went, or no reader's record of it can be put; ask again"
+            raise SourcesAway(ctx.because(why))
 
     async def _manifest(self, visit: Visit, query: w.GetManifest) -> r.Record:
         """A share's manifest, from here or from whoever has a right copy."""

@@ -23,8 +23,9 @@ from msgspec import structs
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.context import RETRY_S, Home, JobContext, copy_name, seen_name
+from p2pckpt.agent.context import RETRY_S, Home, JobContext
 from p2pckpt.agent.deciding import ask_all
+from p2pckpt.agent.holdings import copy_name, seen_name
 from p2pckpt.agent.polling import poll
 from p2pckpt.errors import CheckpointError, FormatError, LedgerUnavailable
 from p2pckpt.jobstate import JobState, entry_of

@@ -13,22 +13,20 @@ in `Config`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from msgspec import structs
 
 from p2pckpt import records as r
+from p2pckpt.agent.holdings import copy_name, seen_name
 from p2pckpt.agent.home import RETRY_S, Home
 from p2pckpt.agent.roster import Roster, read_piece
 from p2pckpt.errors import (
     AmbiguousAnswer,
     CheckpointError,
     Compacted,
-    FormatError,
     LedgerForgot,
     LedgerUnavailable,
     NoRoom,
@@ -73,9 +71,12 @@ class JobContext:
     hindered: dict[str, str] = field(default_factory=dict)  # attempts not handed in, and why
     proven_revision: int = 0  # of the newest linearizable read that found nothing gone back
     proven_at: float = -1e9
+    trouble: str = ""
+    """Why the ledger took no transaction of this job the last time; "" if it answered."""
     _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(default_factory=dict)
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
     _proving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _aborting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.keys = r.JobKeys(self.job)
@@ -247,25 +248,43 @@ class JobContext:
         if self.frozen:
             raise LedgerForgot(f"job {self.job}: {self.frozen}; see `p2pckpt ledger rebuild`")
         try:
-            return await self.home.doors.ledger.transact(txn) is not None
+            held = await self.home.doors.ledger.transact(txn) is not None
         except AmbiguousAnswer as e:
             self.note("ambiguous", why=str(e))
+            self.trouble = str(e)
+            await asyncio.sleep(RETRY_S)  # a full etcd says no at once, and is asked again
             return False
+        except LedgerUnavailable as e:
+            self.trouble = str(e)
+            raise
+        self.trouble = ""
+        return held
+
+    def because(self, reason: str) -> str:
+        """A reason why a save failed, with what the ledger has against it, if anything."""
+        return f"{reason}; etcd: {self.trouble}" if self.trouble else reason
 
     async def abort(self, attempt: r.Attempt, reason: str) -> None:
-        """Put ABORT unless there is an outcome; returns when some outcome is known to stand."""
+        """Put ABORT unless there is an outcome; returns when some outcome is known to stand.
+
+        One try at a time, and a pause after one that failed: while the ledger refuses, saves that
+        are skipped pile up, and each has such an ABORT to put.
+        """
         outcome = r.Outcome(
             attempt=attempt, verdict=r.Verdict.ABORT, by=self.home.node, reason=reason[:500]
         )
         while not self.decided(attempt):
-            try:
-                if await self.transact(abort_txn(self.state, outcome)):
-                    self.note("abort", attempt=attempt.key, reason=reason)
-                await self.refresh()
+            async with self._aborting:
+                if self.decided(attempt):
+                    return
+                try:
+                    if await self.transact(abort_txn(self.state, outcome)):
+                        self.note("abort", attempt=attempt.key, reason=reason)
+                    await self.refresh()
+                except (LedgerForgot, LedgerUnavailable, NoRoom):
+                    pass
                 if not self.decided(attempt):
                     await asyncio.sleep(RETRY_S)
-            except (LedgerForgot, LedgerUnavailable, NoRoom):
-                await asyncio.sleep(RETRY_S)
 
     def decided(self, attempt: r.Attempt) -> bool:
         """Has the attempt an end, as far as the mirror knows? (Monotonic, so it may be trusted.)"""
@@ -293,7 +312,9 @@ class JobContext:
             known, late_s = self.hindered, self.home.config.takeover_s
             await self.until(lambda: self.decided(attempt) or attempt.key in known, late_s)
             why = known.get(attempt.key, "")  # who knows it was first to say so
-            await self.abort(attempt, f"no outcome within {timeout_s:.0f} s{why and '; '}{why}")
+            await self.abort(
+                attempt, self.because(f"no outcome within {timeout_s:.0f} s{why and '; '}{why}")
+            )
         while True:
             await self.until(lambda: self.state.settled(attempt) != "", None)
             shown = self.state.revision
@@ -364,32 +385,6 @@ class JobContext:
                 nodes = tuple(n for piece in pieces for n in piece.nodes)
                 self.roster = Roster(generation, nodes)
         return self.roster
-
-
-def copied_groups(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
-    """An attempt's group records as they lie beside this node's bytes; [] if they do not."""
-    if (packed := ctx.home.doors.arena.document(copy_name(attempt))) is None:
-        return []
-    try:
-        copy = unpack(packed, r.CommitCopy)
-    except FormatError:
-        return []
-    return list(copy.groups) if copy.commit.attempt == attempt else []
-
-
-def seen_name(job: str) -> str:
-    """Document beside the bytes: LedgerSeen of a job."""
-    return f"seen-{_digest(job)}"
-
-
-def copy_name(attempt: r.Attempt) -> str:
-    """Document beside the bytes: CommitCopy of an attempt."""
-    return f"copy-{_digest(attempt.job)}-{attempt.key}"
-
-
-@lru_cache(maxsize=256)
-def _digest(job: str) -> str:
-    return hashlib.sha256(job.encode()).hexdigest()[:16]
 
 
 async def prepare_files(ctx: JobContext, kind: r.FileKind, size: int, count: int) -> None:

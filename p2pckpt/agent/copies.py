@@ -24,8 +24,9 @@ from msgspec import structs
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.context import RETRY_S, JobContext, copy_name
+from p2pckpt.agent.context import RETRY_S, JobContext
 from p2pckpt.agent.deciding import groups_of
+from p2pckpt.agent.holdings import copy_name
 from p2pckpt.agent.polling import poll
 from p2pckpt.errors import CheckpointError, FormatError, LedgerForgot
 from p2pckpt.jobstate import entry_of
@@ -44,7 +45,7 @@ async def keep_copies(ctx: JobContext) -> None:
     """
     while True:
         await ctx.until(lambda: bool(ctx.uncopied()), None)
-        await ctx.until(lambda: not _retiring(ctx), RETRY_S + ctx.news_s())
+        await ctx.until(lambda: not _retiring(ctx), RETRY_S + 2 * ctx.news_s())
         await asyncio.sleep(ctx.spread_s())
         for commit in ctx.uncopied():
             try:

@@ -16,13 +16,14 @@ from collections.abc import Iterable
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.bucket import ask_bucket
-from p2pckpt.agent.context import RETRY_S, JobContext, Roster, copied_groups
+from p2pckpt.agent.context import RETRY_S, JobContext, Roster
+from p2pckpt.agent.holdings import copy_name
 from p2pckpt.agent.polling import poll
 from p2pckpt.errors import FormatError, LedgerUnavailable, StaleGenerationError
 from p2pckpt.ports import Put, Txn, absent
 from p2pckpt.restore.locate import Facts, Finding, candidates, decide_restore, lineage_after
 from p2pckpt.save.commit import read_groups
-from p2pckpt.wire import pack
+from p2pckpt.wire import pack, unpack
 
 
 async def decision_of(
@@ -92,6 +93,18 @@ async def groups_of(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
         if copies := copied_groups(ctx, attempt) or await _copies_elsewhere(ctx, attempt):
             return copies
         raise
+
+
+def copied_groups(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
+    """An attempt's group records as they lie beside this node's bytes; [] if they do not."""
+    packed = ctx.home.doors.arena.document(copy_name(attempt))
+    if packed is None:
+        return []
+    try:
+        copy = unpack(packed, r.CommitCopy)
+    except FormatError:
+        return []
+    return list(copy.groups) if copy.commit.attempt == attempt else []
 
 
 async def _copies_elsewhere(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:

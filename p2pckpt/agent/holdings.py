@@ -13,8 +13,10 @@ late writer finds only its own file. Nothing here decides whether an attempt may
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from p2pckpt import records as r
 from p2pckpt.errors import NoRoom, UsageError
@@ -31,6 +33,21 @@ IDLE_TAKES = 64
 def document_name(manifest_digest: str) -> str:
     """Where a manifest lies beside the files that it describes."""
     return f"manifest-{manifest_digest}"
+
+
+def seen_name(job: str) -> str:
+    """Document beside the bytes: LedgerSeen of a job."""
+    return f"seen-{_digest(job)}"
+
+
+def copy_name(attempt: r.Attempt) -> str:
+    """Document beside the bytes: CommitCopy of an attempt."""
+    return f"copy-{_digest(attempt.job)}-{attempt.key}"
+
+
+@lru_cache(maxsize=256)
+def _digest(job: str) -> str:
+    return hashlib.sha256(job.encode()).hexdigest()[:16]
 
 
 @dataclass

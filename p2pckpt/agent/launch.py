@@ -134,7 +134,7 @@ class Launches:
         try:
             while launch.generation is None:
                 if home.now() >= deadline or launch.trainers.get(call.rank) != trainer:
-                    why = await self._why(call, launch)
+                    why = ctx.because(await self._why(call, launch))
                     raise NotJoined(f"job {ctx.job}, rank {call.rank}: waited for {why}")
                 try:
                     await self._advance(call, launch)

@@ -14,6 +14,8 @@ bytes that were read and were wrong quarantine a step.
 
 from __future__ import annotations
 
+import asyncio
+
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.bringing import bring, fetching, staging
@@ -38,6 +40,9 @@ from p2pckpt.restore.pipeline import Fetched, Stage, failure, restore_rank
 from p2pckpt.restore.verify import open_manifest, snapshot_table
 from p2pckpt.traffic import Traffic
 from p2pckpt.wire import pack
+
+ANSWER_BEFORE = 0.9
+"""Share of a trainer's patience after which it is told why there is no decision yet."""
 
 
 def final(closed: r.Closed) -> bool:
@@ -80,7 +85,7 @@ class Restoring:
         if failures >= config.max_ballots:
             raise RestoreFailed(f"{failures} ballots failed; the last: {self._last(generation)}")
         asked_at = ctx.home.now()
-        decision = await decision_of(ctx, roster, number, call.step)
+        decision = await self._decision(roster, number, call)
         check_current(ctx, generation.number)  # a rebuilt ledger has closings of such numbers too
         if (ended := ctx.state.closed.get((generation.number, number))) is not None:
             return self._answer(ended) if final(ended) else w.RestoreAgain(reason=ended.reason)
@@ -100,6 +105,18 @@ class Restoring:
             failed = w.RestoreDone(ballot=number, failed=str(e), retryable=retryable)
             reply = await self._result(ballot, rank, failed)
             return w.RestoreAgain(reason=reply.reason or str(e))
+
+    async def _decision(
+        self, roster: Roster, number: int, call: w.RestoreCall
+    ) -> r.Decision | None:
+        """Of a ballot; SourcesAway, which says why, a little before the trainer asks no more."""
+        within_s = ANSWER_BEFORE * call.timeout_s
+        try:
+            async with asyncio.timeout(within_s):
+                return await decision_of(self.ctx, roster, number, call.step)
+        except TimeoutError:
+            why = self.ctx.because(f"ballot {number}: no decision within {within_s:.0f} s")
+            raise SourcesAway(why) from None
 
     async def done(self, rank: int, call: w.RestoreDone) -> r.Record:
         """The rank loaded its state, or could not; answered with the closing for all."""
@@ -249,7 +266,8 @@ class Restoring:
         if not await ctx.transact(put):
             self.unsure.add(key)
         if key in self.unsure and await ctx.home.doors.ledger.get(key) is None:
-            raise SourcesAway(f"step {attempt.step} was retired before it could be read")
+            why = f"step {attempt.step} was retired, or no reader's record could be put"
+            raise SourcesAway(ctx.because(why))
         self.reading.add(key)
 
     def _reader_key(self, decision: r.Decision, attempt: r.Attempt) -> str:

@@ -122,7 +122,8 @@ def decide_trim(state: JobState) -> Trim | None:
     decided = {o.attempt.ordinal for o in state.outcomes.values() if o.attempt.generation == number}
     first = ordinal
     newest = max(decided, default=0)
-    while ordinal in decided or ordinal < newest - NEVER_OPENED:
+    ordinal = max(ordinal, newest - NEVER_OPENED)
+    while ordinal in decided:
         ordinal += 1
     floor = f"{number:010d}.{max(first, ordinal - RECENT_OUTCOMES):010d}"
     deletes = []
@@ -228,11 +229,9 @@ async def retire(ctx: JobContext) -> None:
                 await _sweep(ctx)
                 swept = led
             await _retire_due(ctx)
-            if not wanted():
-                continue
         except (LedgerForgot, LedgerUnavailable, StaleGenerationError) as e:
             ctx.note("retire_later", why=str(e))
-        await ctx.until(lambda: False, RETRY_S)
+        await ctx.until(lambda: not wanted(), RETRY_S)  # the mirror shows what was done
 
 
 async def _retire_due(ctx: JobContext) -> None:
@@ -242,10 +241,8 @@ async def _retire_due(ctx: JobContext) -> None:
     for due in decide_retire(truth, generation.keep_last) if generation else []:
         if await ctx.transact(retire_txn(truth, due, ctx.home.node)):
             ctx.note("retired", attempt=due.commit.attempt.key, reason=due.reason)
-    truth = await ctx.truth()
     if trim := decide_trim(truth):
         await ctx.transact(trim_txn(truth, trim))
-    await ctx.refresh()
 
 
 async def _sweep(ctx: JobContext) -> None:

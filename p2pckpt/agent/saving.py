@@ -100,7 +100,7 @@ class Saving:
     async def _skip(self, attempt: r.Attempt, rank: int, why: str) -> w.Skipped:
         reason = f"skipped by rank {rank}: {why}"
         decided = await self._end(attempt, reason)
-        return w.Skipped(reason=self._why(attempt) if decided else reason)
+        return w.Skipped(reason=self._why(attempt) if decided else self.ctx.because(reason))
 
     async def _end(self, attempt: r.Attempt, reason: str) -> bool:
         """ABORT; is it decided within `skip_wait_s`? Without this rank's share there is no commit,
@@ -116,7 +116,8 @@ class Saving:
         if held is None or held.attempt != own.attempt:
             reason = f"rank {rank} has no slot for it: the agent restarted, or it was given up"
             decided = await self._end(own.attempt, reason)
-            raise SaveAborted(f"step {call.step}: {self._why(own.attempt) if decided else reason}")
+            why = self._why(own.attempt) if decided else self.ctx.because(reason)
+            raise SaveAborted(f"step {call.step}: {why}")
         self.ctx.home.holdings.seal(held, call.length, "")
         own.done[rank] = call
         self.prepare(held.capacity)

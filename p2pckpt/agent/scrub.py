@@ -28,8 +28,8 @@ from typing import Any, Protocol, TypeVar
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.bringing import bring, fetching
-from p2pckpt.agent.context import Home, JobContext, copied_groups
-from p2pckpt.agent.deciding import ask_all, groups_of
+from p2pckpt.agent.context import Home, JobContext
+from p2pckpt.agent.deciding import ask_all, copied_groups, groups_of
 from p2pckpt.agent.holdings import Held, document_name
 from p2pckpt.agent.repair import decide_repair
 from p2pckpt.agent.rereading import Part, bad_in_part, parts_of

@@ -75,7 +75,11 @@ async def settle(
             break
         try:
             records = await _records(ctx, attempt, demand.pieces if eager else 0)
-            if len(records) >= demand.pieces and not ctx.decided(attempt):
+            if len(records) < demand.pieces or ctx.decided(attempt):
+                continue
+            # Rank 0's agent sees them as well, and needs a moment for what follows.
+            patience_s = 0.0 if leads else ctx.home.config.commit_delay_low_s
+            if not await ctx.until(lambda: ctx.decided(attempt), patience_s):
                 await _decide(ctx, attempt, lineage, demand, records)
         except (Compacted, LedgerUnavailable, FormatError) as e:
             ctx.note("decide_later", attempt=attempt.key, why=str(e))
@@ -120,6 +124,8 @@ async def _decide(
 ) -> None:
     stores = (await ctx.home.living()).stores
     ruling = decide_commit(read_groups(entries, attempt), stores, demand)
+    if ctx.decided(attempt):
+        return
     if ruling.verdict is r.Verdict.ABORT:
         await ctx.abort(attempt, ruling.reason)
     elif ruling.verdict is r.Verdict.COMMIT:
@@ -133,8 +139,8 @@ async def _decide(
         )
         if await ctx.transact(commit_txn(ctx.state, attempt, entries, outcome)):
             ctx.note("commit", attempt=attempt.key, degraded=list(ruling.degraded))
-            if await ctx.until(lambda: ctx.decided(attempt), RETRY_S):
-                return
+        if await ctx.until(lambda: ctx.decided(attempt), RETRY_S):
+            return  # by the watch: whoever lost the race need not read
         await ctx.refresh()
         if attempt.step in ctx.state.steps(lineage) and not ctx.decided(attempt):
             reason = f"step {attempt.step} is already committed in this lineage"

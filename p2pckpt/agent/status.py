@@ -96,6 +96,13 @@ def _last_abort(ctx: JobContext) -> dict[str, Any] | None:
     return {"step": newest.attempt.step, "by": newest.by, "reason": newest.reason}
 
 
+def _trouble(ctx: JobContext) -> str:
+    """What the ledger has against the records of a save that is in flight here."""
+    held = ctx.home.holdings.of_job(ctx.job)
+    waits = any(h.attempt is not None and not ctx.decided(h.attempt) for h in held)
+    return ctx.trouble if waits else ""
+
+
 async def _job(ctx: JobContext, reachable: bool) -> dict[str, Any]:
     state = ctx.state
     closed, latest = state.current_lineage(), state.latest()
@@ -111,6 +118,7 @@ async def _job(ctx: JobContext, reachable: bool) -> dict[str, Any]:
         "held_bytes": sum(h.length for h in ctx.home.holdings.of_job(ctx.job)),
         "unreadable": dict(state.unreadable),
         "last_abort": _last_abort(ctx),
+        "ledger_trouble": _trouble(ctx),
         "redundancy": None,
     }
     if not reachable:

@@ -53,6 +53,11 @@ NOT_DONE = (
 """Failures that come before a transaction is proposed; worth another try."""
 
 NO_SPACE = "database space exceeded"
+MAKE_SPACE = (
+    "nothing can be written until an operator makes room, and reads go on; in this order: "
+    "'etcdctl compaction REVISION', 'etcdctl defrag --cluster', 'etcdctl alarm disarm'"
+)
+"""REVISION: of `etcdctl endpoint status`. Or raise --quota-backend-bytes, then disarm."""
 
 _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),  # etcd closes connections that ping oftener than every 5 s
@@ -253,10 +258,7 @@ def _may_go_on(what: str, name: str, error: grpc.aio.AioRpcError, repeatable: bo
     if NO_SPACE in says:
         # etcd's quota applier carries a transaction out and then reports the space it found.
         kind = LedgerUnavailable if repeatable else AmbiguousAnswer
-        raise kind(
-            f"{what}: etcd {name} is full ({says}); compact and defragment it or raise "
-            "--quota-backend-bytes, then 'etcdctl alarm disarm'"
-        )
+        raise kind(f"{what}: etcd {name} is full ({NO_SPACE}): {MAKE_SPACE}")
     if code is grpc.StatusCode.DATA_LOSS:
         raise LedgerUnavailable(f"{what}: etcd {name} raised its corruption alarm: {says}")
     if code is grpc.StatusCode.UNIMPLEMENTED:

@@ -33,6 +33,9 @@ from types import TracebackType
 from p2pckpt.backends.lifeline import tied
 from p2pckpt.errors import LedgerUnavailable, MissingDependency, UsageError
 
+HISTORY = "5m"
+"""What etcd remembers beside what is live. Off unless asked for: then it grows until it is full."""
+
 
 @dataclass(frozen=True)
 class EtcdOptions:
@@ -262,7 +265,9 @@ class EtcdServers:
             f"--heartbeat-interval={options.heartbeat_ms}",
             f"--election-timeout={options.election_ms}",
             "--log-level=warn",
-            *options.flags,
+            "--auto-compaction-mode=periodic",
+            f"--auto-compaction-retention={HISTORY}",
+            *options.flags,  # of two equal flags the later one counts
         ]
         if not options.durable:
             arguments.append("--unsafe-no-fsync")

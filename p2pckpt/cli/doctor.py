@@ -30,7 +30,7 @@ import crc32c as crc32c_package
 
 from p2pckpt import wire as w
 from p2pckpt.backends.agent_link import AgentLink
-from p2pckpt.backends.etcd import Etcd, version_flaw
+from p2pckpt.backends.etcd import Etcd, Room, version_flaw
 from p2pckpt.backends.trainers import default_socket_paths
 from p2pckpt.backends.ucx import UcxTransport
 from p2pckpt.cli import memory
@@ -238,6 +238,7 @@ async def _etcd(config: Config, layout: Layout) -> list[Check]:
                     took.append(time.monotonic() - begun)
                 answer.append(endpoint)
                 out.append(check_etcd(endpoint, version, statistics.median(took), config.trial))
+                out.append(check_room(endpoint, await etcd.room()))
         except CheckpointError as e:
             do = "start it, or correct --endpoints (and --cacert, --cert, --key)"
             out.append(Check("etcd", FAIL, f"{endpoint}: {type(e).__name__}: {e}", do))
@@ -271,6 +272,18 @@ def check_etcd(endpoint: str, version: str, read_s: float, trial: bool) -> Check
         do = "give etcd a faster disk or network: every commit waits for it"
         return Check("etcd", WARN, found, do)
     return Check("etcd", OK, found)
+
+
+def check_room(endpoint: str, room: Room) -> Check:
+    """Is there room in its database, and will there be? Pure."""
+    found = f"{endpoint}: a database of {room.database_bytes / 2**20:.0f} MiB"
+    if room.complaints:
+        do = "for NOSPACE see README, When etcd is full; else its own documentation"
+        return Check("etcd room", FAIL, f"{found}; it says {'; '.join(room.complaints)}", do)
+    if not room.forgets:
+        do = "start etcd with --auto-compaction-retention=5m, or it grows until it is full"
+        return Check("etcd room", WARN, f"{found}, and nobody compacts it", do)
+    return Check("etcd room", OK, found)
 
 
 def check_members(hosts: Mapping[str, str], layout: Layout) -> Check:

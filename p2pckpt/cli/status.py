@@ -93,6 +93,10 @@ def _verdict(document: dict[str, Any]) -> tuple[int, str]:
             f"{what}\nsee to it that it does: `p2pckpt doctor` asks every endpoint",
         )
     for name, job in document["jobs"].items():
+        if trouble := job["ledger_trouble"]:
+            wrong = f"job {name}: no save can commit, as etcd takes no record of it"
+            return EXIT_DEGRADED, f"{wrong}\n{trouble}"
+    for name, job in document["jobs"].items():
         if abort := job["last_abort"]:
             wrong = f"job {name}: the newest save, step {abort['step']}, was aborted"
             return EXIT_DEGRADED, f"{wrong}\nthe reason, `{abort['reason']}`, says what to change"
@@ -149,6 +153,8 @@ def _text(document: dict[str, Any]) -> str:
             lines += [f"  {line}" for line in _schedule(schedule)]
         if job["offload_due"]:
             lines.append(f"  on the way to S3  {', '.join(map(str, job['offload_due']))}")
+        if trouble := job["ledger_trouble"]:
+            lines.append(f"  etcd takes NO RECORD of it: {trouble}")
         if abort := job["last_abort"]:
             lines.append(f"  newest save, step {abort['step']}, was ABORTED: {abort['reason']}")
         if (redundancy := job["redundancy"]) is not None:

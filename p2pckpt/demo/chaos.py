@@ -56,7 +56,11 @@ ETCD = EtcdOptions(
     durable=False,
     # etcd 3.5.1 can lose a transaction for good if it is killed while it commits to its backend
     # (etcd-io/etcd#13766); so it commits almost never and replays its log instead.
-    flags=("--backend-batch-interval=1h", "--backend-batch-limit=1000000"),
+    flags=(
+        "--backend-batch-interval=1h",
+        "--backend-batch-limit=1000000",
+        "--auto-compaction-retention=0",  # a compaction commits as well
+    ),
 )
 
 

@@ -114,6 +114,8 @@ def broken(sizes: list[Size]) -> list[str]:
     for s in sizes:
         if s.mean_requests > MOST_REQUESTS:
             out.append(f"{s.agents} agents: {s.mean_requests:.2f} requests, at most 2")
+        if s.most_requests > MOST_REQUESTS:
+            out.append(f"{s.agents} agents: {s.most_requests} requests of one node, at most 2")
         if s.largest["bytes"] > MOST_BYTES:
             out.append(f"{s.agents} agents: a request of {s.largest['bytes']} bytes")
         if s.largest["operations"] > MOST_OPERATIONS:

@@ -35,8 +35,8 @@ class Rank:
         self.chance = torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "little"))
         self.state = {
             "layers": [
-                torch.rand(min(PIECE, mib << 18), generator=self.chance)
-                for _ in range(max(1, mib // 4))
+                torch.rand(min(PIECE, int(mib * 2**18)), generator=self.chance)
+                for _ in range(max(1, int(mib) // 4))
             ],
             "moments": {"m": torch.zeros(1000, dtype=torch.int64), "half": torch.zeros(7).half()},
             "chance": self.chance,
@@ -66,9 +66,9 @@ class Rank:
         self.hook, self.handles = None, {}
         return {}
 
-    def restore(self):
+    def restore(self, timeout_s=60.0):
         """Step 0 if there was provably nothing."""
-        step = self.hook.restore(self.state, default=0, timeout_s=60.0)
+        step = self.hook.restore(self.state, default=0, timeout_s=timeout_s)
         back = self.hook.restored
         self.hook.restored = None
         told = {"source": "", "bytes": 0, "bytes_from": {}}

@@ -34,7 +34,7 @@ ETCD = EtcdOptions(
     durable=False,
     # etcd 3.5.1 can lose a transaction for good if it is killed while it commits to its backend
     # (etcd-io/etcd#13766); so it commits almost never and replays its log instead.
-    flags=("--backend-batch-interval=10m",),
+    flags=("--backend-batch-interval=10m", "--auto-compaction-retention=0"),
 )
 
 

@@ -131,7 +131,7 @@ def test_a_full_etcd_is_said_in_clear_words(tmp_path):
                         txn = Txn((absent(key),), (Put(key, b"x" * MAX_RECORD_BYTES),))
                         await etcd.ledger.transact(txn)
 
-                with pytest.raises(AmbiguousAnswer, match=r"is full.*quota-backend-bytes"):
+                with pytest.raises(AmbiguousAnswer, match=r"is full.*compaction.*defrag.*disarm"):
                     await fill()
                 with pytest.raises(LedgerUnavailable, match="is full"):
                     await etcd.membership.open(member(), 5.0)

@@ -204,6 +204,14 @@ def test_etcd_releases_and_latency():
     assert (slow.verdict, "500.0 ms" in slow.found) == ("warn", True)
 
 
+def test_room_in_etcd():
+    assert d.check_room("e", d.Room(1 << 20, (), True)).verdict == "ok"
+    check = d.check_room("e", d.Room(1 << 20, (), False))
+    assert (check.verdict, "auto-compaction" in check.do) == ("warn", True)
+    check = d.check_room("e", d.Room(1 << 20, ("memberID:1 alarm:NOSPACE ",), True))
+    assert (check.verdict, "NOSPACE" in check.found) == ("fail", True)
+
+
 def test_hosts_for_a_layout():
     hosts = {f"n{i}": f"h{i // 2}" for i in range(8)}
     assert d.check_members(hosts, r.Layout(2, 1)).verdict == "ok"
