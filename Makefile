@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev,ucx-cu12
 
-.PHONY: install python check test test-all demo bench scale soak world world-planted clean
+.PHONY: install python check test test-all demo bench scale soak fuzz world world-planted clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,10 @@ scale: install
 
 soak: install
 	$(BIN)/python -m tests.soak $(ARGS)
+
+# Bent input at every door, a minute each; ARGS="--target config --seconds 600"
+fuzz: install
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 # Ten minutes of worlds on two cores; SEEDS=FIRST:END, MINUTES=, JSON=FILE; SEED=S replays one.
 world: install

@@ -39,6 +39,10 @@ def _setting(
     return field(default=default, metadata={"why": why, "low": low, "high": high, "secret": secret})
 
 
+LARGEST = 2**63
+"""Numbers stay below it, as everything that they are given to does."""
+
+
 @dataclass(frozen=True)
 class Config:
     """One agent's settings. Times in seconds, sizes in bytes."""
@@ -244,13 +248,21 @@ def resolve(
 def _parse(text: str, file: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{file}: {e}") from None
+    except (ValueError, RecursionError) as e:  # also a number of too many digits, and deep nesting
+        raise ConfigError(f"{file}: no TOML: {e}") from None
 
 
 def _line_of(text: str, key: str) -> int:
     lines = enumerate(text.splitlines(), 1)
     return next((n for n, line in lines if line.partition("=")[0].strip() == key), 0)
+
+
+def shown(value: Any) -> str:
+    """A value for a message: short, however large or deep it is."""
+    try:
+        return repr(value)[:200]
+    except RecursionError:
+        return f"a {type(value).__name__}, nested too deep"
 
 
 def _known(key: str, origin: str) -> str:
@@ -273,10 +285,14 @@ def _checked(key: str, value: Any, origin: str) -> Any:
             value = kind(value)
         elif kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         raise ConfigError(f"{origin}: {key} = {value!r}, needs {kind.__name__}") from None
     if type(value) is not kind:
-        raise ConfigError(f"{origin}: {key} = {value!r}, needs {kind.__name__}")
+        raise ConfigError(f"{origin}: {key} = {shown(value)}, needs {kind.__name__}")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{origin}: {key} = {value!r}, needs text without a zero byte")
+    if isinstance(value, int | float) and not abs(value) < LARGEST:
+        raise ConfigError(f"{origin}: {key} = {str(value)[:40]}, needs less than 2^63")
     low, high = spec.metadata["low"], spec.metadata["high"]
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         raise ConfigError(

@@ -23,7 +23,7 @@ from typing import Any
 
 from topology import kubernetes, slurm
 from topology.cluster import HOST, NODE, Cluster, Node, TopologyError
-from topology.hostlist import expand
+from topology.hostlist import MAX_NAMES, expand, expand_all
 
 FORMATS = ("toml", "slurm", "slurm-yaml", "kubernetes", "hosts")
 MAX_BYTES = 256 * 2**20
@@ -97,7 +97,7 @@ def _toml(text: str) -> Found:
     """``nodes`` = host list, ``[domains.LEVEL]`` and ``[hosts]``: label = host list."""
     try:
         document = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:  # also a number of too many digits
         raise TopologyError(f"no TOML: {e}") from e
     if unknown := sorted(set(document) - {"nodes", "levels", "domains", "hosts"}):
         raise TopologyError(f"needs nodes, levels, domains, hosts; has {', '.join(unknown)} too")
@@ -109,7 +109,7 @@ def _toml(text: str) -> Found:
     domains = _table("domains", document.get("domains", {}))
     levels = document.get("levels", list(domains))
     if not isinstance(levels, list) or not all(isinstance(level, str) for level in levels):
-        raise TopologyError(f"levels: needs a list of names, narrow to wide, got {levels!r}")
+        raise TopologyError(f"levels: needs a list of names, narrow to wide, got {_shown(levels)}")
     if forgotten := sorted(set(domains) - set(levels)):
         raise TopologyError(f"levels: {levels} lacks {', '.join(forgotten)} of domains")
     if wrong := {HOST, NODE} & set(domains):
@@ -127,9 +127,17 @@ def _toml(text: str) -> Found:
     return found, tuple(levels)
 
 
+def _shown(value: Any) -> str:
+    """For a message: short, however large or deep it is."""
+    try:
+        return repr(value)[:200]
+    except RecursionError:
+        return f"a {type(value).__name__}, nested too deep"
+
+
 def _table(where: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise TopologyError(f"{where}: needs a table, got {value!r}")
+        raise TopologyError(f"{where}: needs a table, got {_shown(value)}")
     return value
 
 
@@ -137,10 +145,10 @@ def _names(where: str, value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
         raise TopologyError(
-            f"{where}: needs a host list as 'n[001-128]', or several, got {value!r}"
+            f"{where}: needs a host list as 'n[001-128]', or several, got {_shown(value)}"
         )
     try:
-        return tuple(name for text in texts for name in expand(text))
+        return expand_all(texts)
     except TopologyError as e:
         raise TopologyError(f"{where}: {e}") from e
 
@@ -178,6 +186,8 @@ def _hosts(text: str, pattern: str) -> Found:
             if name in found:
                 raise TopologyError(f"line {number}: {name!r} is given twice")
             found[name] = {g: name[: match.end(g)] for g in groups if match[g]}
+        if len(found) > MAX_NAMES:
+            raise TopologyError(f"line {number}: more than {MAX_NAMES} names")
     if not found:
         raise TopologyError("needs at least one name, found none")
     return found, tuple(group for group in reversed(groups) if group != HOST)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from itertools import product
+from math import prod
 
 from topology.cluster import TopologyError
 
@@ -23,17 +24,23 @@ _RANGE = re.compile(r"([0-9]{1,15})(?:-([0-9]{1,15}))?")
 
 def expand(text: str) -> tuple[str, ...]:
     """All names that a host list stands for; blanks around commas are allowed."""
+    return expand_all([text])
+
+
+def expand_all(texts: Iterable[str]) -> tuple[str, ...]:
+    """All names of several host lists, MAX_NAMES together."""
     names: list[str] = []
-    for item in _items(text):
-        parts = [_part(part, item) for part in _PART.findall(item)]
-        if not parts or "".join(_PART.findall(item)) != item:
-            raise TopologyError(f"host list {text!r}: needs names as n[1-3,7], got {item!r}")
-        total = len(names)
-        for part in parts:
-            total = max(total, 1) * len(part)
-        if total > MAX_NAMES:
-            raise TopologyError(f"host list {text[:80]!r}: more than {MAX_NAMES} names")
-        names += ["".join(letters) for letters in product(*parts)]
+    for text in texts:
+        for item in _items(text):
+            pieces = _PART.findall(item)
+            if not pieces or "".join(pieces) != item:
+                raise TopologyError(
+                    f"host list {text[:80]!r}: needs names as n[1-3,7], got {item[:80]!r}"
+                )
+            parts = [_part(piece, item) for piece in pieces]
+            if len(names) + prod(map(len, parts)) > MAX_NAMES:
+                raise TopologyError(f"host list {text[:80]!r}: more than {MAX_NAMES} names")
+            names += map("".join, product(*parts))
     return tuple(names)
 
 
@@ -50,11 +57,12 @@ def _part(part: str, item: str) -> list[str]:
     for piece in part[1:-1].split(","):
         found = _RANGE.fullmatch(piece)
         if not found:
-            raise TopologyError(f"host list {item!r}: needs numbers or a range, got {piece!r}")
+            what = f"host list {item[:80]!r}: needs numbers or a range"
+            raise TopologyError(f"{what}, got {piece[:80]!r}")
         low, high = found[1], found[2] or found[1]
-        if int(high) < int(low) or int(high) - int(low) >= MAX_NAMES:
+        if not 0 <= int(high) - int(low) < MAX_NAMES - len(numbers):
             raise TopologyError(
-                f"host list {item!r}: range {piece!r} must rise, over at most {MAX_NAMES} numbers"
+                f"host list {item[:80]!r}: range {piece!r} must rise; at most {MAX_NAMES} numbers"
             )
         numbers += [f"{n:0{len(low)}d}" for n in range(int(low), int(high) + 1)]
     return numbers

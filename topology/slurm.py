@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from topology.cluster import TopologyError
-from topology.hostlist import expand
+from topology.hostlist import MAX_NAMES, expand
 
 TIERS = ("leaf", "spine", "core")
+MOST_TIERS = 64
+"""Switches over each other: no network has more than a handful, and a chain takes its square."""
 IGNORED = {"linkspeed", "blocksizes", "comment"}
 
 Labels = dict[str, dict[str, str]]  # node: {level: label}
@@ -148,6 +150,8 @@ def _labels(entries: list[Entry]) -> tuple[Labels, tuple[str, ...]]:
                 level = _tier(height[at.name]) if at.kind == "switch" else "block"
                 labels.setdefault(node, {})[level] = at.name
                 at = parent.get(at.name) if at.kind == "switch" else None
+        if len(labels) > MAX_NAMES:
+            raise TopologyError(f"line {entry.line}: more than {MAX_NAMES} nodes")
     tiers = tuple(_tier(h) for h in sorted(set(height.values())))
     blocks = ("block",) if any(entry.kind == "block" for entry in entries) else ()
     return labels, (*blocks, *tiers)
@@ -170,8 +174,11 @@ def _heights(entries: list[Entry], parent: dict[str, Entry]) -> dict[str, int]:
         steps = 0
         while at and height.get(at.name, 0) <= steps:
             steps += 1
-            if steps > len(entries):
-                raise TopologyError(f"line {entry.line}: switch {entry.name!r} is below itself")
+            if steps > min(MOST_TIERS, len(entries)):
+                raise TopologyError(
+                    f"line {entry.line}: switch {entry.name!r} is below itself, or below more "
+                    f"than {MOST_TIERS} others"
+                )
             height[at.name] = steps
             at = parent.get(at.name)
     return height

@@ -227,7 +227,7 @@ def read_checkpoint(data: bytes, digest: str) -> r.Checkpoint:
                 f"{CHECKPOINT}: format {bytes(form)[:40]!r}, needs {r.CHECKPOINT_FORMAT!r}"
             )
         return msgspec.json.decode(data, type=r.Checkpoint)
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, RecursionError) as e:
         raise FormatError(f"{CHECKPOINT}: {e}") from None
 
 

@@ -20,13 +20,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import msgspec
+
+from p2pckpt.config import shown
 from p2pckpt.errors import ConfigError
 from topology import Cluster, Node
 
 YEAR_S = 365.25 * 86400.0
 DAY_S = 86400.0
+MOST_NODES = 1_000_000
 LEFT_OUT = "left out"
 """Key of the notes that say which causes of failures are not counted."""
 BUNDLED = Path(__file__).parent / "scenarios"
@@ -271,31 +275,31 @@ def find(name: str) -> Path:
 def load(name: str) -> Scenario:
     """A scenario from a TOML file, or a bundled one by its name. Raises ConfigError."""
     path = find(name)
-    return parse(path.read_text(), path.name)
+    try:
+        return parse(path.read_text("utf-8"), path.name)
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path.name}: no text: {e}") from None
 
 
 def parse(text: str, file: str = "scenario") -> Scenario:
     """A scenario from TOML text; ``file`` is for messages. Raises ConfigError."""
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{file}: {e}") from None
     notes: list[Note] = []
-    plain = _stripped(document, file, "", notes)
-    hazards = dict(plain.pop("hazards", {}))
-    hazards["causes"] = tuple(
-        _record(Cause, {**c, "fate": _fate(c, file)}, f"{file}: hazards.causes")
-        for c in hazards.get("causes", ())
-    )
-    parts = {
-        name: _record(kind, plain.pop(name, {}), f"{file}: {name}")
-        for name, kind in (
-            ("fleet", Fleet), ("links", Links), ("saving", Saving), ("recovery", Recovery),
-        )
-    }  # fmt: skip
-    parts["vary"] = tuple(_record(Range, v, f"{file}: vary") for v in plain.pop("vary", ()))
-    parts["hazards"] = _record(Hazards, hazards, f"{file}: hazards")
-    made: Scenario = _record(Scenario, {**plain, **parts, "notes": tuple(notes)}, file)
+    try:
+        plain = _stripped(tomllib.loads(text), file, "", notes)
+    except (ValueError, RecursionError) as e:
+        raise e if isinstance(e, ConfigError) else ConfigError(f"{file}: no TOML: {e}") from None
+    hazards = _told("table", plain.pop("hazards", {}), f"{file}: hazards")
+    where = f"{file}: hazards.causes"
+    causes = [_told("table", c, where) for c in _told("list", hazards.pop("causes", ()), where)]
+    fates = [{"fate": _fate(cause.pop("fate", None), cause, file)} for cause in causes]
+    records = (_record(Cause, c, where, f) for c, f in zip(causes, fates, strict=True))
+    kinds = {"fleet": Fleet, "links": Links, "saving": Saving, "recovery": Recovery}
+    parts = {name: _record(kind, plain.pop(name, {}), f"{file}: {name}")
+             for name, kind in kinds.items()}  # fmt: skip
+    where, vary = f"{file}: vary", plain.pop("vary", ())
+    parts["vary"] = tuple(_record(Range, v, where) for v in _told("list", vary, where))
+    parts["hazards"] = _record(Hazards, hazards, f"{file}: hazards", {"causes": tuple(records)})
+    made: Scenario = _record(Scenario, plain, file, {**parts, "notes": tuple(notes)})
     _check(made, file)
     for varied in made.vary:
         made.varied(varied.key, varied.low)
@@ -320,26 +324,32 @@ def _stripped(value: Any, file: str, key: str, notes: list[Note]) -> Any:
         isinstance(value, list) and all(isinstance(v, str) for v in value)
     ):
         return _frozen(value)
-    raise ConfigError(f"{file}: {key} = {value!r}: a number needs a source, or guess = why")
+    raise ConfigError(f"{file}: {key} = {shown(value)}: a number needs a source, or guess = why")
 
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
 
 
-def _fate(cause: Mapping[str, Any], file: str) -> Fate:
-    try:
-        return Fate(cause.get("fate", ""))
-    except ValueError:
-        raise ConfigError(
-            f"{file}: cause {cause.get('name')!r}: fate {cause.get('fate')!r}, needs one of "
-            f"{', '.join(Fate)}"
-        ) from None
+def _told(what: str, value: Any, where: str) -> Any:
+    """A table or list as a fresh one."""
+    if not isinstance(value, dict if what == "table" else list | tuple):
+        raise ConfigError(f"{where}: needs a {what}, has {shown(value)}")
+    return dict(value) if what == "table" else list(value)
 
 
-def _record(kind: Any, values: Mapping[str, Any], where: str) -> Any:
+def _fate(fate: Any, cause: Mapping[str, Any], file: str) -> Fate:
+    if not isinstance(fate, str) or fate not in list(Fate):
+        what = f"{file}: cause {shown(cause.get('name'))}: fate {shown(fate)}"
+        raise ConfigError(f"{what}, needs one of {', '.join(Fate)}")
+    return Fate(fate)
+
+
+def _record(kind: Any, told: Any, where: str, parts: Mapping[str, Any] | None = None) -> Any:
+    """A record of what a table told, and of ``parts`` that are records already."""
     known = {f.name: f for f in fields(kind)}
-    unknown = sorted(set(values) - set(known))
+    values = {**_told("table", told, where), **(parts or {})}
+    unknown = sorted(set(values) - set(known) | set(told) & set(parts or {}))
     missing = sorted(
         n for n, f in known.items()
         if n not in values and f.default is MISSING and f.default_factory is MISSING
@@ -347,11 +357,21 @@ def _record(kind: Any, values: Mapping[str, Any], where: str) -> Any:
     if unknown or missing:
         words = (", ".join(names) or "none" for names in (unknown, missing))
         raise ConfigError(f"{where}: unknown {next(words)}; missing {next(words)}")
-    for name, value in values.items():
-        bad = isinstance(value, int | float) and not isinstance(value, bool) and value < 0
-        if bad:
-            raise ConfigError(f"{where}: {name} = {value}, needs 0 or more")
+    hints = get_type_hints(kind)
+    for name in told:
+        try:
+            msgspec.convert(values[name], hints[name])  # only looked at: an int stays one
+        except (msgspec.ValidationError, OverflowError, RecursionError) as e:
+            raise ConfigError(f"{where}: {name} = {shown(values[name])}: {e}") from None
+        if not _in_bounds(values[name]):
+            raise ConfigError(f"{where}: {name} = {values[name]}, needs 0 or more, below 1e30")
     return kind(**values)
+
+
+def _in_bounds(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_in_bounds, value))
+    return isinstance(value, str) or (isinstance(value, int | float) and 0 <= value < 1e30)
 
 
 def _check(made: Scenario, file: str) -> None:
@@ -368,8 +388,12 @@ def _check(made: Scenario, file: str) -> None:
         ("fleet.nodes", made.fleet.nodes), ("horizon_s", made.horizon_s),
         ("hazards.mtbf_s", made.hazards.mtbf_s), ("hazards.shape", made.hazards.shape),
         ("links.nic_bytes_per_s", made.links.nic_bytes_per_s),
+        ("recovery.evict_group", made.recovery.evict_group),
+        *((f"fleet.domains: {level}", size) for level, size in made.fleet.domains),
     ):  # fmt: skip
         if value <= 0:
             raise ConfigError(f"{file}: {name} = {value}, needs more than 0")
+    if made.fleet.nodes > MOST_NODES:
+        raise ConfigError(f"{file}: {made.fleet.nodes} nodes, needs at most {MOST_NODES}")
     if made.hazards.mtbf_counts not in ("all", "node"):
         raise ConfigError(f"{file}: hazards.mtbf_counts: needs all or node")

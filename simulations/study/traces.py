@@ -19,6 +19,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,10 @@ from p2pckpt.errors import FormatError
 BURST_WINDOW_S = 120.0
 """Ford et al. (OSDI'10, section 4.1): failures this close to the next one are one burst."""
 
+LATEST = 1e12
+"""Of a time, in any unit: thirty thousand years of seconds."""
+MOST_LOST = 1_000_000
+"""Nodes lost in one trace: each is one event in memory."""
 UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 SAMPLES = (("index", "Time", "GPUs"), ("", "Time", "GPUs"))
 LANL_BEGAN, LANL_FIXED = "Prob Started (mm/dd/yy hh:mm)", "Prob Fixed (mm/dd/yy hh:mm)"
@@ -265,6 +270,10 @@ def _counted(name: str, form: str, counts: list[tuple[float, int]]) -> Trace:
     repairs: list[float] = []
     gone: deque[float] = deque()
     start_s = counts[0][0] if counts else 0.0
+    if (
+        lost := sum(max(0, before - now) for (_, before), (_, now) in pairwise(counts))
+    ) > MOST_LOST:
+        raise FormatError(f"{name}: {lost} nodes were lost, needs at most {MOST_LOST}")
     for (_, before), (at_s, now) in pairwise(counts):
         at_s -= start_s
         if now < before:
@@ -318,14 +327,17 @@ class _Rows:
         except UnicodeDecodeError as e:
             raise FormatError(f"{path.name}: byte {e.start} is no UTF-8 text") from None
         reader = csv.reader(io.StringIO(text))
-        numbered = [(reader.line_num, line) for line in reader if line]
+        try:
+            numbered = [(reader.line_num, line) for line in reader if line]
+        except csv.Error as e:
+            raise FormatError(f"{path.name}, line {reader.line_num}: no CSV: {e}") from None
         self.lines = [line for _, line in numbered]
         self.numbers = [number for number, _ in numbered]
 
     def wrong(self, line: int, column: int, needs: str, found: str) -> FormatError:
         return FormatError(
             f"{self.name}, line {self.numbers[line]}, column {column + 1}: "
-            f"needs {needs}, found {found!r}"
+            f"needs {needs}, found {found[:60]!r}"
         )
 
     def cells(self, line: int, width: int | None = None) -> tuple[str, ...]:
@@ -337,13 +349,16 @@ class _Rows:
 
     def number(self, line: int, column: int, cells: Sequence[str]) -> float:
         value = float(cells[column]) if _is_number(cells[column]) else math.nan
-        if not 0 <= value < math.inf:
-            raise self.wrong(line, column, "a number of seconds from 0 on", cells[column])
+        if not 0 <= value < LATEST:
+            needs = f"a number of seconds from 0 to {LATEST:g}"
+            raise self.wrong(line, column, needs, cells[column])
         return value
 
     def count(self, line: int, column: int, cells: Sequence[str]) -> int:
-        if not (cells[column].isascii() and cells[column].isdigit()):
-            raise self.wrong(line, column, "a whole number from 0 on", cells[column])
+        if not re.fullmatch("0*[0-9]{1,7}", cells[column], re.ASCII):
+            raise self.wrong(
+                line, column, "a whole number from 0 on (of 7 digits at most)", cells[column]
+            )
         return int(cells[column])
 
     def date(self, line: int, column: int, cells: Sequence[str]) -> datetime:
