@@ -67,7 +67,8 @@ LANL = (
     b"2,cluster,0,6/21/2005 10:54,6/21/2005 11:00\n2,cluster,1,6/22/2005 10:54,\n"
     b"20,cluster,7,6/23/2005 1:04,6/25/2005 11:00\n"
 )
-SCENARIOS = tuple(p.read_bytes() for p in sorted((ROOT / "simulations/scenarios").glob("*.toml")))
+BUNDLED = ROOT / "simulations" / "study" / "scenarios"
+SCENARIOS = tuple(path.read_bytes() for path in sorted(BUNDLED.glob("*.toml")))
 
 GROUP = r.GroupRecord(ATTEMPT, 0, (specimens.of(r.SealedShare),))
 COMMIT = specimens.of(r.Commit)

@@ -36,7 +36,7 @@ from p2pckpt.restore.locate import Facts, candidates, decide_restore
 from p2pckpt.restore.verify import bad_chunks, open_manifest, snapshot_table
 from p2pckpt.save.commit import Demand, decide_commit, read_groups
 from p2pckpt.save.offload import checked_part, incomplete, objects_of, read_checkpoint
-from simulations import scenario, traces
+from simulations.study import scenario, traces
 from tests.fuzz import seeds
 from tests.fuzz.specimens import ATTEMPT, enveloped
 from topology.cluster import TopologyError
