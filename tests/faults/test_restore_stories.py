@@ -149,10 +149,12 @@ def test_a_holder_that_falls_silent_in_mid_restore_is_passed_over(how):
         launch = await two_steps(stage, "n0", "n1", keep_last=1)
         first = stage.holders("n0", 2)[0]
         stage.crash("n0")
-        launch = await launch.again("n3" if first != "n3" else "n4", "n1")
+        restorer = "n3" if first != "n3" else "n4"
+        launch = await launch.again(restorer, "n1")
         node = stage.nodes[first]
         stop = node.pause if how == "paused" else lambda: stage.cluster.isolate(first)
-        stage.at("transfer.begin", stop, who=first)
+        asked = {"who": restorer, "to": f"{first}/peers", "kind": "GetRange"}  # so it is no repair
+        stage.at("message.arrived", stop, **asked)
         begun = now()
         assert await launch.restore() == 2
         assert now() - begun < 20
