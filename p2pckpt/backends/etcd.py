@@ -63,11 +63,11 @@ _OPEN_TRIES = 5
 
 @dataclass(frozen=True)
 class Room:
-    """Of a member: bytes of its database, which count against its quota; what it complains of, as
-    of an alarm; does it forget what was long ago?"""
+    """Of a member: bytes of its database, which count against its quota; the alarms of the cluster,
+    as NOSPACE; does it forget what was long ago?"""
 
     database_bytes: int
-    complaints: tuple[str, ...]
+    alarms: tuple[str, ...]
     forgets: bool
 
 
@@ -119,10 +119,15 @@ class Etcd:
         async def send(member: EtcdMember, timeout_s: float) -> Any:
             return await member.status(timeout_s)
 
+        async def listen(member: EtcdMember, timeout_s: float) -> Any:
+            return await member.maintenance.Alarm(pb.AlarmRequest(), timeout=timeout_s)  # GET
+
         status = await self._calls.ask("room in etcd", send, repeatable=True)
+        raised = await self._calls.ask("alarms of etcd", listen, repeatable=True)
+        names = {number: name for name, number in pb.AlarmType.items()}  # not all that there are
+        alarms = tuple(sorted({names.get(a.alarm, f"alarm {a.alarm}") for a in raised.alarms}))
         old = status.header.revision - MANY_REVISIONS
-        forgets = old <= 0 or await self.ledger.forgot(old)
-        return Room(status.dbSize, tuple(status.errors), forgets)
+        return Room(status.dbSize, alarms, old <= 0 or await self.ledger.forgot(old))
 
     async def close(self) -> None:
         """Close all channels; watches and calls in flight end with LedgerUnavailable."""

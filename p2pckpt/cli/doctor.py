@@ -277,9 +277,9 @@ def check_etcd(endpoint: str, version: str, read_s: float, trial: bool) -> Check
 def check_room(endpoint: str, room: Room) -> Check:
     """Is there room in its database, and will there be? Pure."""
     found = f"{endpoint}: a database of {room.database_bytes / 2**20:.0f} MiB"
-    if room.complaints:
+    if room.alarms:
         do = "for NOSPACE see README, When etcd is full; else its own documentation"
-        return Check("etcd room", FAIL, f"{found}; it says {'; '.join(room.complaints)}", do)
+        return Check("etcd room", FAIL, f"{found}; alarms raised: {', '.join(room.alarms)}", do)
     if not room.forgets:
         do = "start etcd with --auto-compaction-retention=5m, or it grows until it is full"
         return Check("etcd room", WARN, f"{found}, and nobody compacts it", do)

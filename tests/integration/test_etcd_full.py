@@ -6,6 +6,7 @@ do. The bytes in RAM stay, training is held up no longer than a save may be, and
 again everything goes on, without a restart of anything.
 """
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 from kill_rig import PATIENCE_S, ROOT, Cluster, Job, until
 
+from p2pckpt.backends.etcd import Etcd
 from p2pckpt.backends.etcd_server import EtcdOptions, find_etcd
 from tests.soak.watch import status_of
 
@@ -63,6 +65,17 @@ def requests(cluster):
     return sum(float(x.split()[-1]) for x in lines if x.startswith("grpc_server_handled_total"))
 
 
+async def room(cluster):
+    """What `doctor` asks for; and is a revision gone once it is compacted?"""
+    async with Etcd(cluster.etcd.endpoints) as etcd:
+        found = await etcd.room()
+        revision = status_of(cluster)["header"]["revision"]
+        assert not await etcd.ledger.forgot(revision)
+        cluster.etcdctl("compaction", str(revision))
+        assert await etcd.ledger.forgot(revision - 1)
+        return found.alarms, found.forgets
+
+
 def told(cluster, *arguments):
     """A command of ours, and what it exits with."""
     done = subprocess.run(
@@ -100,6 +113,8 @@ def test_a_full_etcd_stops_saves_and_loses_nothing(cluster):
         code, text = told(cluster, "status", "--job", "full")
         assert (code, FULL in text) == (4, True), text
         assert cluster.ram_bytes()[0] >= held
+        alarms, forgets = asyncio.run(room(cluster))
+        assert (alarms, forgets) == (("NOSPACE",), True)
 
         before, begun = requests(cluster), time.monotonic()
         for seat in job.seats:

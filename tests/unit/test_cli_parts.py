@@ -208,7 +208,7 @@ def test_room_in_etcd():
     assert d.check_room("e", d.Room(1 << 20, (), True)).verdict == "ok"
     check = d.check_room("e", d.Room(1 << 20, (), False))
     assert (check.verdict, "auto-compaction" in check.do) == ("warn", True)
-    check = d.check_room("e", d.Room(1 << 20, ("memberID:1 alarm:NOSPACE ",), True))
+    check = d.check_room("e", d.Room(1 << 20, ("NOSPACE",), True))
     assert (check.verdict, "NOSPACE" in check.found) == ("fail", True)
 
 
