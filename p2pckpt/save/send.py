@@ -203,7 +203,7 @@ async def send_shard(
     grant = await doors.peers.call(holder.peers_address, offer, timeout_s)
     if isinstance(grant, w.RefusedReply):
         if grant.room_need:
-            raise NoRoom(f"{holder.node}: needs {grant.room_need} bytes, has {grant.room_have}")
+            raise NoRoom(f"{holder.node}: {grant.reason}")
         raise Refused(f"{holder.node}: {grant.reason}")
     if not isinstance(grant, w.PutGrant) or len(grant.shard) != len(regions):
         raise Refused(f"{holder.node}: answered an offer with {type(grant).__name__}")
