@@ -8,6 +8,8 @@ waited for within a bound, as repair and clean-up take their time, then objected
 
 Contract: looks at the agents from outside, when all trainers have left. What is counted is counted
 exactly where a rule names it (an attempt that does not stand owns nothing), else against a bound.
+Outcomes and retirements may be more than the recent ones only by those that come after an attempt
+without outcome, which no agent saw: that holds the floor until it lies NEVER_OPENED behind.
 """
 
 from __future__ import annotations
@@ -155,6 +157,8 @@ class Quiet:
         offloaded = len(found.get("state/offloaded", ()))
         nodes = launcher.training.ranks
         groups = -(-nodes // r.GROUP_NODES)
+        floor = next((e.value.decode() for e in entries if e.key == keys.floor), "")
+        settled = 3 * RECENT_OUTCOMES + _held_up(floor, found.get("state/outcome", []))
         bounds = {
             "join": 0,
             "readers": 0,
@@ -162,8 +166,8 @@ class Quiet:
             "roster": groups,
             "group": (len(kept) + offloaded + 2 * RECENT_OUTCOMES) * groups,
             "report": 16 * groups,
-            "state/outcome": NEVER_OPENED + 3 * RECENT_OUTCOMES,
-            "state/retired": 3 * RECENT_OUTCOMES,
+            "state/outcome": settled,
+            "state/retired": settled,
             "state/decision": 16,
             "state/closed": 16 + 2 * (len(kept) + offloaded),
             "state/commit": len(kept),
@@ -174,6 +178,16 @@ class Quiet:
             for kind, names in sorted(found.items())
             if kind in bounds and len(names) > bounds[kind]
         ]
+
+
+def _held_up(floor: str, outcomes: list[str]) -> int:
+    """How many attempts of the floor's generation came after the oldest one without an outcome."""
+    generation, _, first = floor.partition(".")
+    parts = [key.rsplit("/", 1)[1].split(".") for key in outcomes]
+    decided = {int(part[1]) for part in parts if part[0] == generation}
+    newest = max(decided, default=0)
+    open_ones = (n for n in range(int(first or 0), newest) if n not in decided)
+    return min(NEVER_OPENED, newest - next(open_ones, newest))
 
 
 def _files(agent: Agent, standing: dict[str, Kept], rebuilt_as: str) -> list[str]:

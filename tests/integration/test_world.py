@@ -21,7 +21,7 @@ from p2pckpt.errors import UsageError
 from p2pckpt.jobstate import JobState
 from p2pckpt.ports import Put, Txn
 from p2pckpt.wire import pack
-from simulations.world import clock
+from simulations.world import clock, quiet
 from simulations.world.campaign import draw
 from simulations.world.story import EXIT_CODES, FAULTS, JOB, Options, World, run
 
@@ -194,3 +194,13 @@ def test_options_know_their_own_validity():
         Options(1, faults=("storm", "pause"))
     with pytest.raises(UsageError, match="jobs 3: needs 1 or 2"):
         Options(1, jobs=3)
+
+
+def test_only_an_attempt_without_outcome_explains_more_outcomes_than_the_recent_ones():
+    keys = [
+        f"root/state/outcome/{2:010d}.{n:010d}.{n:020d}" for n in (*range(5, 9), *range(10, 40))
+    ]
+    assert quiet._held_up(f"{2:010d}.{5:010d}", keys) == 39 - 9
+    assert quiet._held_up(f"{2:010d}.{10:010d}", keys[4:]) == 0
+    assert quiet._held_up(f"{2:010d}.{0:010d}", keys[4:]) == 39
+    assert quiet._held_up(f"{1:010d}.{0:010d}", keys) == 0
