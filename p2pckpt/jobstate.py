@@ -226,6 +226,12 @@ class JobState:
             return f"generation {self.generation.number} began"
         return ""
 
+    def keep_cleaned(self, mirror: JobState) -> None:
+        """A clean-up that any read has shown is not undone by a ledger that forgot it, unless that
+        went back to the job from before."""
+        self.cleaned |= mirror.cleaned - {self.ledger_id}
+        mirror.cleaned |= self.cleaned
+
     def doubtful(self) -> list[str]:
         """Unreadable records without which nobody can say what is the latest step."""
         decisive = (self.keys.commits, self.keys.closings, self.keys.generation)

@@ -60,7 +60,7 @@ class JobContext:
     state: JobState = field(init=False)
     roster: Roster | None = None
     following: bool = False
-    tracked: set[str] = field(default_factory=set)
+    tracked: set[r.Attempt] = field(default_factory=set)
     frozen: str = ""
     seen: r.LedgerSeen | None = None
     checkpoints: dict[str, r.Checkpoint] = field(default_factory=dict)
@@ -151,6 +151,7 @@ class JobContext:
         seen = self.seen  # as of now: listings that overlap may be answered in another order
         known, asked_at = list(self.state.commits.values()), self.home.now()
         truth = JobState.listed(self.keys, await self.home.doors.ledger.list(self.keys.state))
+        truth.keep_cleaned(self.state)
         same = seen is not None and seen.ledger_id == truth.ledger_id
         if same and seen is not None and (why := truth.went_back(seen, known)):
             self.freeze(why)
@@ -301,8 +302,8 @@ class JobContext:
 
         ``sent_bytes``: what one node sends for it; the deadline allows for the slowest link.
         """
-        if attempt.key not in self.tracked:
-            self.tracked.add(attempt.key)
+        if attempt not in self.tracked:  # of a job that was cleaned one may have the same key
+            self.tracked.add(attempt)
             config = self.home.config
             timeout_s = config.attempt_timeout_s + sent_bytes / config.floor_bytes_per_s
             self.home.spawn(f"track {attempt.key}", self._track(attempt, timeout_s))
@@ -331,7 +332,7 @@ class JobContext:
             self.home.holdings.release(file)
         self.home.holdings.sweep_documents()
         self.home.doors.arena.remove(copy_name(attempt))
-        self.tracked.discard(attempt.key)
+        self.tracked.discard(attempt)
         self.note("freed", attempt=attempt.key, reason=reason, files=len(held))
         self.wake()
 

@@ -180,9 +180,10 @@ class Agent:
         """A new session: say again which trainers live, and that this agent is ready."""
         for job in list(self.jobs.values()):
             job.ctx.wake()  # for who waits for the session
-            for launch in list(job.launches.launches.values()):  # ranks may die meanwhile
+            for launch in list(job.launches.launches.values()):
                 if launch.generation is not None and launch.trainers:
-                    await tell_living(job.ctx, launch.generation.number, launch.trainers)
+                    of = launch.ledger_id, launch.generation.number
+                    await tell_living(job.ctx, *of, launch.trainers)
         if not self.ready.is_set() and not any(self.home.holdings):
             self._spawn("make ready", self._make_ready())
         self.ready.set()

@@ -99,7 +99,8 @@ class JobAgent:
         if (seat := self.seats.pop(trainer, None)) is not None:
             seat.launch.trainers.pop(seat.rank, None)
             if seat.launch.generation is not None:
-                await tell_living(self.ctx, seat.launch.generation.number, seat.launch.trainers)
+                of = seat.launch.ledger_id, seat.launch.generation.number
+                await tell_living(self.ctx, *of, seat.launch.trainers)
         launch = await self.launches.join(trainer, call)
         assert launch.generation is not None
         self.seats[trainer] = Seat(call.rank, launch)
@@ -119,7 +120,7 @@ class JobAgent:
         if call.rank not in found[1].ranks or found[1].store_id != ctx.home.member.store_id:
             raise UsageError(f"rank {call.rank} did not join on {ctx.home.node}")
         launch = self.launches.resume(roster.generation, found[1], call.rank, trainer)
-        await tell_living(self.ctx, call.generation, launch.trainers)
+        await tell_living(self.ctx, launch.ledger_id, call.generation, launch.trainers)
         self.seats[trainer] = Seat(call.rank, launch)
         return await self._joined(trainer, call.generation)
 

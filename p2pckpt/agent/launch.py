@@ -66,6 +66,8 @@ class Launch:
     trainers: dict[int, TrainerId] = field(default_factory=dict)
     join_id: str = ""
     generation: r.Generation | None = None
+    ledger_id: str = ""
+    """Of the ledger that has the generation."""
     began_at: float = 0.0
     absent_since: dict[str, float] = field(default_factory=dict)
     busy: bool = False
@@ -164,6 +166,7 @@ class Launches:
                 keep_last=generation.keep_last,
             )
             launch = Launch(call, join_id=entry.join_id, generation=generation)
+            launch.ledger_id = self.ctx.state.ledger_id
             self.launches[generation.run_token] = launch
         launch.trainers[rank] = trainer
         return launch
@@ -332,15 +335,16 @@ class Launches:
     async def _adopted(self, launch: Launch) -> bool:
         """Is the installed generation this launch? Then say so to its ranks and the ledger."""
         ctx, home = self.ctx, self.ctx.home
+        ledger_id = ctx.state.ledger_id
         roster = await ctx.load_roster()
         mine = roster.find(home.node) if roster else None
         if roster is None or mine is None or mine[1].join_id != launch.join_id:
             return False
         told = dict(launch.trainers)
-        await tell_living(ctx, roster.generation.number, launch.trainers)
-        launch.generation = roster.generation
+        await tell_living(ctx, ledger_id, roster.generation.number, told)
+        launch.generation, launch.ledger_id = roster.generation, ledger_id
         if told != launch.trainers:  # who died meanwhile was told as living
-            await tell_living(ctx, roster.generation.number, launch.trainers)
+            await tell_living(ctx, ledger_id, roster.generation.number, launch.trainers)
         home.spawn("forget a join", self._forget(launch.call.run_token, launch))
         ctx.wake()
         return True
@@ -375,8 +379,8 @@ class Launches:
         while True:
             try:
                 if launch.generation is not None:
-                    number = launch.generation.number
-                    await tell_living(self.ctx, number, launch.trainers)
+                    of = launch.ledger_id, launch.generation.number
+                    await tell_living(self.ctx, *of, launch.trainers)
                 elif launch.trainers:
                     launch.join_id = self.ctx.home.doors.ids.new()
                     await self._announce(launch.call, launch)

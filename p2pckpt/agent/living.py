@@ -6,7 +6,9 @@ A report that stays too long holds up the next launch; one that is wrong lets tw
 goes with the lease, and a newer one takes its place as soon as a rank dies.
 
 Contract: a report is written over exactly what was there. A transaction that was not answered may
-be carried out seconds later, and must not bring back the living whose death was told meanwhile.
+be carried out seconds later, and must not bring back the living whose death was told meanwhile. It
+is fenced by the ledger that its launch is of, as a job that was cleaned counts generations anew. A
+frozen agent tells too: this is no news of the job, and clean-up waits for the death of its ranks.
 """
 
 from __future__ import annotations
@@ -15,30 +17,41 @@ from collections.abc import Collection
 
 from p2pckpt import records as r
 from p2pckpt.agent.context import JobContext, Roster
-from p2pckpt.errors import LedgerUnavailable
-from p2pckpt.ports import Compare, Put, Txn, absent, unchanged
+from p2pckpt.errors import AmbiguousAnswer, LedgerUnavailable
+from p2pckpt.ports import Put, Txn, absent, unchanged
 from p2pckpt.wire import pack, unpack
 
 
-async def tell_living(ctx: JobContext, generation: int, ranks: Collection[int]) -> None:
-    """Tell the ledger which ranks of a generation live here, under this agent's lease.
+async def tell_living(
+    ctx: JobContext, ledger_id: str, generation: int, ranks: Collection[int]
+) -> None:
+    """Tell the ledger which ranks of a generation live here, under this agent's lease; nothing, if
+    the job was cleaned since.
 
     ``ranks`` is the caller's own, and looked at anew for each try: some may die meanwhile, and be
     told as dead already. Raises LedgerUnavailable if it is not certain that the ledger knows.
     """
     home, key = ctx.home, ctx.keys.trainers(generation, ctx.home.node)
-
-    async def put(there: Compare) -> bool:
-        if home.session is None:
-            raise LedgerUnavailable(f"{home.node}: no session with the ledger")
-        record = r.LivingTrainers(node=home.node, ranks=tuple(sorted(ranks)))
-        return await ctx.transact(Txn((there,), (Put(key, pack(record), home.session),)))
-
-    done = await put(absent(key))
+    state = ctx.state
+    if ledger_id not in (state.ledger_id, *(state.rebuilt.replaces if state.rebuilt else ())):
+        return
+    if home.session is None:
+        raise LedgerUnavailable(f"{home.node}: no session with the ledger")
+    record = r.LivingTrainers(node=home.node, ranks=tuple(sorted(ranks)))
+    put = Put(key, pack(record), home.session)
+    done = await _put(ctx, Txn((state.same_ledger(), absent(key)), (put,)))
     if not done and (entry := await home.doors.ledger.get(key)) is not None:
-        done = await put(unchanged(entry))
+        done = await _put(ctx, Txn((state.same_ledger(), unchanged(entry)), (put,)))
     if not done:
         raise LedgerUnavailable(f"{key}: the report was not written")
+
+
+async def _put(ctx: JobContext, txn: Txn) -> bool:
+    try:
+        return await ctx.home.doors.ledger.transact(txn) is not None
+    except AmbiguousAnswer as e:
+        ctx.note("ambiguous", why=str(e))
+        return False
 
 
 async def read_living(

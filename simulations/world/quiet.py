@@ -128,7 +128,7 @@ class Quiet:
         return out
 
     def _tracked(self, agent: Agent, standing: dict[str, Kept]) -> list[str]:
-        keys = sorted({key for job in agent.jobs.values() for key in job.ctx.tracked})
+        keys = sorted({a.key for job in agent.jobs.values() for a in job.ctx.tracked})
         return [key for key in keys if key not in standing and key >= self._rebuilt_as]
 
     def _tasks(self, standing: dict[str, Kept]) -> list[str]:

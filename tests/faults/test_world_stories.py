@@ -356,3 +356,69 @@ def test_a_restore_and_a_repair_bring_one_copy_of_a_rank():
         await launch.saved(2)
 
     play(story)
+
+
+def test_who_cleaned_a_job_begins_anew_though_the_ledger_forgot_the_clean():
+    """Seed 269. The ledger went back to before the record of a clean that all had obeyed. The next
+    job of the name has the same attempt keys; nothing of the old one may stand in their place."""
+
+    async def story(stage):
+        began = stage.etcd.revision
+        launch = await stage.launch(*THREE)
+        await launch.saved(1, 2)
+        launch.kill()
+        await asyncio.sleep(2.0)
+        await stage.nodes["n0"].trainer().call(w.CleanCall(JOB, dry_run=False))
+        assert stage.held() == []
+        stage.etcd.rollback(began)
+        await asyncio.sleep(20.0)
+        launch = await launch.again()
+        assert await launch.restore() is None
+        await launch.saved(*range(1, 6))
+        await until(lambda: {h.attempt.step for _, h in stage.held()} == {5})
+
+    play(story)
+
+
+def test_a_death_that_is_told_late_is_of_no_generation_of_another_ledger():
+    """Seed 269. Ranks died when their agents could not tell, as the ledger had forgotten their job.
+    It was cleaned, and the next one counts generations anew: its living ranks are known as such."""
+
+    async def story(stage):
+        began = stage.etcd.revision
+        first = await stage.launch(*THREE)
+        await first.saved(1)
+        stage.etcd.rollback(began)
+        await asyncio.sleep(20.0)
+        first.kill()
+        await asyncio.sleep(2.0)
+        await stage.nodes["n1"].trainer().call(w.CleanCall(JOB, dry_run=False))
+        await stage.launch(*THREE)
+        await asyncio.sleep(5.0)
+        with pytest.raises(GenerationHeld):
+            await stage.launch(*THREE)
+
+    play(story)
+
+
+def test_frozen_agents_tell_that_their_ranks_are_dead():
+    """Found with seed 195. The ledger lost the last writes of a job, which freezes it, but not the
+    reports of its living ranks. They end, and the job is cleaned: nobody is told to live."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.restore()
+        stands = stage.etcd.revision
+        await launch.saved(1, 2, 3)
+        stage.etcd.rollback(stands)
+        await asyncio.sleep(20.0)
+        assert all(stage.agents[name].jobs[JOB].ctx.frozen for name in THREE)
+        launch.kill()
+        await asyncio.sleep(20.0)
+        reply = await stage.nodes["n3"].trainer().call(w.CleanCall(JOB, dry_run=False))
+        assert reply.problem == ""
+        launch = await launch.again()
+        assert await launch.restore() is None
+        await launch.saved(1)
+
+    play(story)
