@@ -9,7 +9,8 @@ written, and stays restorable while no more nodes were hit than it could lose wh
 redundancy, judged at every event that takes bytes; (2) what is restored is one step of one launch
 for all ranks, bit-exact, and the newest of the present lineage unless that cannot be had; (3) no
 commit goes back within a lineage, none is written by an older generation; (4) what is told as
-committed is; (5) a WHOLE file is given up only when its attempt is aborted, retired or fenced off;
+committed is; (5) a WHOLE file is given up only when its attempt is aborted, retired or fenced off,
+by a generation of any ledger that had it, as a later one of the job counts them anew;
 (8) a restore never says "nothing" where something was committed.
 """
 
@@ -80,8 +81,7 @@ class Checkers:
         self._seen = 0
         self._ledger_id = ""
         self._generation = 0
-        self._reached: dict[str, int] = {}
-        """The newest generation that each ledger ever had: another ledger counts anew."""
+        self._began: dict[str, int] = {}
         self._keep_last = 1
         cluster.log.listeners.append(self._on_event)
 
@@ -153,8 +153,8 @@ class Checkers:
         over = attempt.key in self._ended or attempt.ledger_id in self._cleaned
         if attempt.job != self.keys.job or over:
             return
-        reached = self._reached.get(attempt.ledger_id, 0)
-        if self._kept(attempt) is not None or attempt.generation >= reached:
+        newest = max(self._generation, self._began.get(attempt.ledger_id, 0))
+        if self._kept(attempt) is not None or attempt.generation >= newest:
             self.object(f"{node}: {file} of open or committed {attempt.key} was {how}")
 
     def _on_damage(self, node: str, file: str, what: str) -> None:
@@ -200,6 +200,7 @@ class Checkers:
         elif key == keys.generation:
             generation = unpack(value, r.Generation)
             self._generation, self._keep_last = generation.number, generation.keep_last
+            self._began[self._ledger_id] = self._generation
             self.lives.generation_began(self._generation)
             reached = self._reached.get(self._ledger_id, 0)
             self._reached[self._ledger_id] = max(reached, generation.number)
