@@ -201,8 +201,8 @@ async def _rebuild(world: HasWorld, fault: Fault) -> None:
 
 
 async def _clean(world: HasWorld, node: FakeNode, job: str) -> bool:
-    """The job had not committed anything: `p2pckpt job clean`, while no trainer lives. False: it is
-    not known yet that none does."""
+    """The job had not committed anything: `p2pckpt job clean`, while no trainer lives. False: it
+    was refused, as it is not known yet that none does, or that its joins are gone."""
     for launcher in world.launchers:
         if launcher.training.job == job:
             launcher.checkers.forgotten()
@@ -213,7 +213,8 @@ async def _clean(world: HasWorld, node: FakeNode, job: str) -> bool:
         world.cluster.log.add("operator", "clean.failed", {"job": job, "why": repr(e)})
         return False
     world.cluster.log.add("operator", "clean", {"job": job, "reply": reply})
-    return isinstance(reply, w.CleanReply) and "live" not in reply.problem
+    assert isinstance(reply, w.CleanReply)
+    return not reply.problem or "nothing is known" in reply.problem
 
 
 # -- object store ---------------------------------------------------------------------------------
