@@ -184,15 +184,18 @@ class JobContext:
             self._remember(structs.replace(seen, revision=revision, generation=number))
 
     def freeze(self, why: str) -> None:
-        """The ledger is older than it was before: freeze, beyond a restart."""
+        """The ledger is older than before: freeze, beyond a restart. Joins and reports of the dead
+        may stand again under the session's lease, so that ends."""
         if self.seen is not None and not self.seen.back:
+            self.home.session = None
             self.frozen = f"the ledger went back: {why}"
             self._moved.set()  # the watch waits for revisions that may never come again
             self._remember(structs.replace(self.seen, back=self.frozen))
             self.note("frozen", why=self.frozen)
 
     def _remember(self, seen: r.LedgerSeen) -> None:
-        """Beside the bytes, so that the next agent of this store knows it too. Raises NoRoom."""
+        """Beside the bytes, for the next agent of this store."""
+        self.seen = seen
         self.home.doors.arena.put_document(seen_name(self.job), pack(seen))
         self.seen = seen
 
@@ -239,14 +242,14 @@ class JobContext:
         await self.transact(txn)
         await self.refresh()
 
-    async def transact(self, txn: Txn) -> bool:
+    async def transact(self, txn: Txn, though_frozen: bool = False) -> bool:
         """One transaction; False if a compare failed *or* the answer is not known.
 
         Every transaction of this protocol creates something or compares a revision, so the caller
         settles an ambiguous answer by reading back, as it does when it lost the race. Raises
-        LedgerForgot while this node is frozen.
+        LedgerForgot while this node is frozen, unless it is about who lives here.
         """
-        if self.frozen:
+        if self.frozen and not though_frozen:
             raise LedgerForgot(f"job {self.job}: {self.frozen}; see `p2pckpt ledger rebuild`")
         try:
             held = await self.home.doors.ledger.transact(txn) is not None

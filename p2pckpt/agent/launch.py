@@ -341,7 +341,7 @@ class Launches:
         if roster is None or mine is None or mine[1].join_id != launch.join_id:
             return False
         told = dict(launch.trainers)
-        await tell_living(ctx, ledger_id, roster.generation.number, told)
+        await tell_living(ctx, ledger_id, roster.generation.number, launch.trainers)
         launch.generation, launch.ledger_id = roster.generation, ledger_id
         if told != launch.trainers:  # who died meanwhile was told as living
             await tell_living(ctx, ledger_id, roster.generation.number, launch.trainers)
@@ -368,7 +368,7 @@ class Launches:
             await self.ctx.until(lambda: False, pause_s)
             while self.launches.get(token) in (None, launch):
                 try:
-                    if await self.ctx.transact(Txn(deletes=(key,))):
+                    if await self.ctx.transact(Txn(deletes=(key,)), though_frozen=True):
                         break
                 except LedgerUnavailable as e:
                     self.ctx.note("tell_later", why=str(e))

@@ -17,8 +17,8 @@ from collections.abc import Collection
 
 from p2pckpt import records as r
 from p2pckpt.agent.context import JobContext, Roster
-from p2pckpt.errors import AmbiguousAnswer, LedgerUnavailable
-from p2pckpt.ports import Put, Txn, absent, unchanged
+from p2pckpt.errors import LedgerUnavailable
+from p2pckpt.ports import Compare, Put, Txn, absent, unchanged
 from p2pckpt.wire import pack, unpack
 
 
@@ -26,7 +26,7 @@ async def tell_living(
     ctx: JobContext, ledger_id: str, generation: int, ranks: Collection[int]
 ) -> None:
     """Tell the ledger which ranks of a generation live here, under this agent's lease; nothing, if
-    the job was cleaned since.
+    the job was cleaned since. ``ranks`` is read when it is written: others may tell meanwhile.
 
     ``ranks`` is the caller's own, and looked at anew for each try: some may die meanwhile, and be
     told as dead already. Raises LedgerUnavailable if it is not certain that the ledger knows.
@@ -37,21 +37,18 @@ async def tell_living(
         return
     if home.session is None:
         raise LedgerUnavailable(f"{home.node}: no session with the ledger")
-    record = r.LivingTrainers(node=home.node, ranks=tuple(sorted(ranks)))
-    put = Put(key, pack(record), home.session)
-    done = await _put(ctx, Txn((state.same_ledger(), absent(key)), (put,)))
+    session = home.session
+
+    async def write(over: Compare) -> bool:
+        record = r.LivingTrainers(node=home.node, ranks=tuple(sorted(ranks)))
+        txn = Txn((state.same_ledger(), over), (Put(key, pack(record), session),))
+        return await ctx.transact(txn, though_frozen=True)
+
+    done = await write(absent(key))
     if not done and (entry := await home.doors.ledger.get(key)) is not None:
-        done = await _put(ctx, Txn((state.same_ledger(), unchanged(entry)), (put,)))
+        done = await write(unchanged(entry))
     if not done:
         raise LedgerUnavailable(f"{key}: the report was not written")
-
-
-async def _put(ctx: JobContext, txn: Txn) -> bool:
-    try:
-        return await ctx.home.doors.ledger.transact(txn) is not None
-    except AmbiguousAnswer as e:
-        ctx.note("ambiguous", why=str(e))
-        return False
 
 
 async def read_living(

@@ -13,6 +13,7 @@ from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.context import RETRY_S
 from p2pckpt.errors import CheckpointError, GenerationHeld
+from p2pckpt.ports import Put, Txn
 
 THREE = ("n0", "n1", "n2")
 
@@ -420,5 +421,108 @@ def test_frozen_agents_tell_that_their_ranks_are_dead():
         launch = await launch.again()
         assert await launch.restore() is None
         await launch.saved(1)
+
+    play(story)
+
+
+def test_what_a_ledger_forgot_of_joins_and_deaths_does_not_stand_again():
+    """Seed 426. A ledger that went back had the join of a launch that was no more, and the lease
+    under which it stood was kept: the job could never be cleaned. So could reports of the dead."""
+
+    async def story(stage, joining):
+        launch = stage.form(*THREE)
+        begun = asyncio.gather(*(k.join() for k in launch.ranks), return_exceptions=True)
+        await until(lambda: joins(stage) if joining else stage.state().generation, every_s=0.001)
+        stands = stage.etcd.revision
+        await begun
+        await launch.restore()
+        await launch.saved(1, 2, 3)
+        launch.kill()
+        await asyncio.sleep(5.0)
+        stage.etcd.rollback(stands)
+        assert joins(stage)
+        await asyncio.sleep(40.0)
+        assert joins(stage) == []
+        reply = await stage.nodes["n3"].trainer().call(w.CleanCall(JOB, dry_run=False))
+        assert reply.problem == ""
+        launch = await launch.again()
+        assert await launch.restore() is None
+        await launch.saved(1)
+
+    for joining in (True, False):
+        play(lambda stage, joining=joining: story(stage, joining))
+
+
+def test_a_frozen_agent_takes_the_join_of_a_dead_launch_back():
+    """Seed 346. A launch forms when the ledger is found to have forgotten; its ranks end, and their
+    joins with them, though the job is frozen on their nodes."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        launch.kill()
+        await asyncio.sleep(2.0)
+        half = stage.form("n0", world=2)
+        joining = asyncio.gather(*(k.join() for k in half.ranks), return_exceptions=True)
+        await until(lambda: joins(stage))
+        ctx = stage.agents["n0"].jobs[JOB].ctx
+        entry = stage.etcd.get(ctx.keys.ledger_id)
+        stage.etcd.apply("vandal", Txn(puts=(Put(entry.key, b"0" * 32),)))
+        await until(lambda: ctx.frozen)
+        half.kill()
+        await joining
+        await until(lambda: joins(stage) == [])
+
+    play(story)
+
+
+def test_a_report_of_the_living_that_was_begun_does_not_go_over_their_death():
+    """Seed 332. A new session reports the living; the first try has no answer, their death is told
+    meanwhile, and the second try went over that: for the next launches they lived for ever."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+
+        lost = []
+
+        def gets_lost(client, txn):
+            if lost or client != "n0" or not any("/trainers/" in put.key for put in txn.puts):
+                return False
+            lost.append(txn)
+            return True
+
+        stage.etcd.goes_late = gets_lost
+        stage.etcd.revoke(stage.agents["n0"].home.session.lease, "operator")
+        await until(lambda: lost)
+        launch.kill()
+        await asyncio.sleep(20.0)
+        async with asyncio.timeout(60.0):
+            assert await (await launch.again()).restore() == 1
+
+    play(story)
+
+
+def test_a_job_may_come_while_a_new_session_tells_of_the_others():
+    """Seed 475. The agent of a node died of a job that began there in this moment."""
+
+    async def story(stage):
+        launch = await stage.launch("n0")
+        other = stage.form("n0", job=r.Job(owner_uid=1000, name="other").key)
+        joined = []
+
+        def begins():
+            joined.append(asyncio.create_task(other.join()))
+            gate = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.5, gate.set)
+            return gate
+
+        stage.before_commit("n0", begins, prefix="trainers/")
+        stage.etcd.revoke(stage.agents["n0"].home.session.lease, "operator")
+        await until(lambda: joined)
+        await joined[0]
+        await launch.saved(1)
+        await other.saved(1)
+        await asyncio.sleep(5.0)  # the telling goes on
 
     play(story)

@@ -255,11 +255,11 @@ def test_a_launch_whose_roster_was_swept_writes_it_again():
     async def story(cluster, a, b, c):
         transact = a.ctx.transact
 
-        async def after_a_sweep(txn):
+        async def after_a_sweep(txn, **how):
             if not swept and KEYS.generation in [put.key for put in txn.puts]:
                 swept.extend(e.key for e in cluster.etcd.list(KEYS.root + "roster/").entries)
                 cluster.etcd.apply("b", Txn(deletes=tuple(swept)))
-            return await transact(txn)
+            return await transact(txn, **how)
 
         a.ctx.transact = after_a_sweep
         launch = await a.join(TrainerId(1, 0.0), call(0, 1, "t"))
