@@ -26,7 +26,7 @@ async def tell_living(
     ctx: JobContext, ledger_id: str, generation: int, ranks: Collection[int]
 ) -> None:
     """Tell the ledger which ranks of a generation live here, under this agent's lease; nothing, if
-    the job was cleaned since. ``ranks`` is read when it is written: others may tell meanwhile.
+    the job was cleaned since.
 
     ``ranks`` is the caller's own, and looked at anew for each try: some may die meanwhile, and be
     told as dead already. Raises LedgerUnavailable if it is not certain that the ledger knows.

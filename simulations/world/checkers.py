@@ -202,8 +202,6 @@ class Checkers:
             self._generation, self._keep_last = generation.number, generation.keep_last
             self._began[self._ledger_id] = self._generation
             self.lives.generation_began(self._generation)
-            reached = self._reached.get(self._ledger_id, 0)
-            self._reached[self._ledger_id] = max(reached, generation.number)
         elif key.startswith(keys.groups):
             group = unpack(value, r.GroupRecord)
             self._shares.setdefault(group.attempt, {})[group.group] = group.shares
