@@ -160,7 +160,7 @@ async def _write(ctx: JobContext, plan: Rebuild, listing: Listing, new_id: str) 
         roster_digest="rebuilt",
         pieces=0,
         layout=last.layout,
-        keep_last=1,
+        keep_last=min(len(plan.copies), r.MAX_KEEP_LAST),  # what goes, the job decides
     )
     first = Txn(
         (absent(keys.ledger_id) if entry is None else unchanged(entry),),

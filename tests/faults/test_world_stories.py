@@ -526,3 +526,21 @@ def test_a_job_may_come_while_a_new_session_tells_of_the_others():
         await asyncio.sleep(5.0)  # the telling goes on
 
     play(story)
+
+
+def test_nothing_is_retired_because_a_ledger_was_rebuilt():
+    """Seed 475. The rebuilt ledger kept one step of three, and the bytes of that one were wrong."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE, keep_last=3)
+        await launch.saved(*range(1, 5))
+        await asyncio.sleep(20.0)
+        stage.etcd.wipe()
+        await asyncio.sleep(20.0)
+        launch.kill()
+        while (await stage.rebuild("n1")).problem:
+            await asyncio.sleep(1.0)
+        await asyncio.sleep(60.0)
+        assert sorted(c.attempt.step for c in stage.state().commits.values()) == [2, 3, 4]
+
+    play(story)
