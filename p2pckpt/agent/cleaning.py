@@ -16,7 +16,7 @@ Checkpoints in the object store stay.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -169,7 +169,7 @@ async def clean(ctx: JobContext, dry_run: bool) -> w.CleanReply:
     else:
         raise CheckpointError(f"job {ctx.job}: it changed while it was looked at; try again")
     left = await _confirmed(ctx, set(plan.ledger_ids))
-    await _remove(ctx)
+    await _remove(ctx, plan.ledger_ids)
     ctx.note("cleaned", ledger_ids=list(plan.ledger_ids), left=left)
     return structs.replace(reply, left=tuple(left))
 
@@ -205,10 +205,11 @@ async def _confirmed(ctx: JobContext, ids: set[str]) -> list[str]:
         await asyncio.sleep(RETRY_S / 2)
 
 
-async def _remove(ctx: JobContext) -> None:
+async def _remove(ctx: JobContext, ids: Collection[str]) -> None:
     """All records but the cleanings: the many first; the ledger id last, if nothing is new.
 
-    Reports of living trainers are empty by now, and nobody can make another one.
+    Reports of living trainers are empty by now, and nobody can make another one. Where the ledger
+    had forgotten the job, the next one of its name may have begun: that has its records.
     """
     keys, ledger = ctx.keys, ctx.home.doors.ledger
     last = {keys.ledger_id, keys.floor, keys.generation, keys.rebuilt}
@@ -216,7 +217,7 @@ async def _remove(ctx: JobContext) -> None:
         listing = await ledger.list(keys.root)
         own, alive = _split(keys, listing)
         entry = entry_of(listing, keys.ledger_id)
-        if entry is None and not own:
+        if (entry is None and not own) or (entry and entry.value.decode() not in ids):
             return
         fence: tuple[Compare, ...] = (absent(keys.ledger_id),)
         if entry is not None:

@@ -544,3 +544,30 @@ def test_nothing_is_retired_because_a_ledger_was_rebuilt():
         assert sorted(c.attempt.step for c in stage.state().commits.values()) == [2, 3, 4]
 
     play(story)
+
+
+def test_a_clean_takes_no_record_of_the_job_that_began_meanwhile():
+    """Seed 5034. The ledger had forgotten a job. While its clean waited for a node that was gone,
+    the next job of the name began; the clean went on and took the records of that one."""
+
+    async def story(stage):
+        began = stage.etcd.revision
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        stage.etcd.rollback(began)
+        await asyncio.sleep(20.0)
+        launch.kill()
+        await asyncio.sleep(2.0)
+        stage.crash("n4")
+        cleaning = asyncio.create_task(
+            stage.nodes["n3"].trainer().call(w.CleanCall(JOB, dry_run=False))
+        )
+        await until(lambda: stage.events("note.cleaning"))
+        launch = await stage.launch(*THREE)
+        assert not cleaning.done()
+        await launch.saved(1)
+        await cleaning
+        await launch.saved(2)
+        assert await (await launch.again()).restore() == 2
+
+    play(story)
