@@ -7,12 +7,8 @@ well without it, and that nobody notices it with the checkers off.
 
 import dataclasses
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.planted import bugs as b
 from tests.planted.__main__ import main
