@@ -1,9 +1,10 @@
-"""Bytes of one rank from whoever holds them: every range from one source, the next if it is bad.
+"""Bytes of one rank from whoever holds them: a shard from one source, what is bad from the next.
 
 For each data shard the holder of the shard comes first, then any node with the rank's own slot
-(the same range of it). What no source can give is left as an erasure for decode, and what decode
-cannot give comes from the object store, if the step is there: that range of the rank's object,
-right into its place. A source that answers wrongly is not asked again for this rank.
+(the same range of it). Chunks that come wrong are asked of the next source, so copies with bad
+chunks make a good one as long as no chunk is bad in all of them. What no source can give is left as
+an erasure for decode, and what decode cannot give comes from the object store, if the step is
+there: that range of the rank's object, right into its place.
 
 Contract: returns which data shards lie verified in place; writes nothing outside the target file;
 counts the bytes by kind of source. Raises nothing for a failing source, it is one more erasure.
@@ -12,7 +13,7 @@ counts the bytes by kind of source. Raises nothing for a failing source, it is o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -39,6 +40,20 @@ OBJECT_STORE = "s3"
 STORED_PART_BYTES = 16 * 1024 * 1024
 STORED_PARTS_AT_ONCE = 4
 """Ranges asked of the object store at once for a rank: enough to fill a link."""
+
+
+MOST_SPANS = 64
+"""Runs of chunks asked of one source one by one."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that has a shard's bytes: on which node, and from which offset."""
+
+    node: str
+    kind: r.FileKind
+    part: int
+    offset: int
 
 
 @dataclass
@@ -147,13 +162,11 @@ async def fetch_data(job: Fetching, manifest: r.Manifest, target: Region) -> set
         length = entry.stored_bytes(index, manifest.layout.k)
         start = min(index * entry.shard_bytes, entry.length)
         into = Region(target.file, target.offset + start, length)
-        if await _fetch_shard(job, manifest, index, into):
-            return True
-        for node in job.sources.slots.get(job.rank, ()):
-            query = (r.FileKind.SLOT, job.rank, start)
-            if await _fetch(job, manifest, node, query, index, into):
-                return True
-        return False
+        slots = [
+            Source(node, r.FileKind.SLOT, job.rank, start)
+            for node in job.sources.slots.get(job.rank, ())
+        ]
+        return await _fetch(job, manifest, index, into, [*_holders(job, manifest, index), *slots])
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(i)) for i in range(manifest.layout.k)]
@@ -170,7 +183,7 @@ async def fetch_parity(
         if len(got) == wanted:
             break
         into = Region(scratch.file, scratch.offset + len(got) * size, size)
-        if await _fetch_shard(job, manifest, index, into):
+        if await _fetch(job, manifest, index, into, _holders(job, manifest, index)):
             got[index] = into
     return got
 
@@ -242,59 +255,82 @@ async def _get_shard(
     return True
 
 
-async def _fetch_shard(job: Fetching, manifest: r.Manifest, index: int, into: Region) -> bool:
-    """One shard of the rank from its holders, one after the other."""
-    offset = manifest.shard_offset(job.rank, index)
-    for node in job.sources.shards.get(index, ()):
-        query = (r.FileKind.SHARD, index, offset)
-        if await _fetch(job, manifest, node, query, index, into):
-            return True
-    return False
+def _holders(job: Fetching, manifest: r.Manifest, index: int) -> list[Source]:
+    """Who has a shard of the rank; for k = 1 all shards are the same bytes."""
+    same = range(manifest.layout.shards) if manifest.layout.k == 1 and index == 0 else (index,)
+    return [
+        Source(node, r.FileKind.SHARD, i, manifest.shard_offset(job.rank, i))
+        for i in same
+        for node in job.sources.shards.get(i, ())
+    ]
 
 
 async def _fetch(
-    job: Fetching,
-    manifest: r.Manifest,
-    node: str,
-    query: tuple[r.FileKind, int, int],
-    shard: int,
-    into: Region,
+    job: Fetching, manifest: r.Manifest, shard: int, into: Region, sources: Sequence[Source]
 ) -> bool:
-    """``into`` from one file of one node; False, with the reason kept, if that fails."""
-    if into.length == 0:
-        return True
-    kind, part, offset = query
-    timeout_s = job.config.patience_s(into.length, job.traffic.can_wait)
-    try:
-        member = job.members[node]
-        expected = await job.doors.transport.expect(into, job.traffic, timeout_s)
+    """A shard into its place, from one source after the other; False, with the reasons kept, if
+    chunks of it are still lacking then."""
+    view, size = job.doors.arena.view(into), manifest.chunk_bytes
+    lacking = list(range(-(-into.length // size)))
+    for source in sources:
+        if not lacking:
+            break
         try:
-            ask = w.GetRange(
-                attempt=job.attempt,
-                kind=kind,
-                owner=job.share.node,
-                part=part,
-                offset=offset,
-                grant=w.Grant(
-                    address=job.doors.transport.address, nonce=expected.nonce, length=into.length
-                ),
-                traffic=job.traffic,
-            )
-            reply = await job.doors.peers.call(member.peers_address, ask, timeout_s)
-            if not isinstance(reply, w.Sent):
-                raise Refused(getattr(reply, "reason", type(reply).__name__))
-            await expected.received(timeout_s)
-        finally:
-            await expected.cancel()
-        view = job.doors.arena.view(into)
-        with job.timed("verify"):
-            bad = await job.doors.workers.run(
-                lambda: bad_chunks(manifest, job.rank, shard, view), into.length, job.traffic
-            )
-        if bad:
-            raise IntegrityError(f"{kind} {part}: chunks {bad[:5]} differ from the manifest")
-    except (CheckpointError, KeyError) as e:
-        job.failed(node, e)
-        return False
-    job.bytes_from[node] = job.bytes_from.get(node, 0) + into.length
-    return True
+            for at, length in spans(lacking, size, into.length):
+                await _receive(job, source, at, Region(into.file, into.offset + at, length))
+            with job.timed("verify"):
+                bad = await job.doors.workers.run(
+                    lambda: bad_chunks(manifest, job.rank, shard, view), into.length, job.traffic
+                )
+            if bad:
+                what = f"{source.kind} {source.part}: chunks {bad[:5]} differ from the manifest"
+                job.failed(source.node, IntegrityError(what))
+        except (CheckpointError, KeyError) as e:
+            job.failed(source.node, e)
+            continue
+        got = sum(min(size, into.length - c * size) for c in set(lacking) - set(bad))
+        if got:
+            job.bytes_from[source.node] = job.bytes_from.get(source.node, 0) + got
+        lacking = bad
+    return not lacking
+
+
+def spans(chunks: Sequence[int], chunk_bytes: int, length: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of the runs of ``chunks``, ascending, in ``length`` bytes; all of it in one
+    if there are more than MOST_SPANS, as each is a request."""
+    runs: list[list[int]] = []
+    for chunk in chunks:
+        if runs and chunk == runs[-1][1]:
+            runs[-1][1] = chunk + 1
+        else:
+            runs.append([chunk, chunk + 1])
+    if len(runs) > MOST_SPANS:
+        return [(0, length)]
+    ends = [(first * chunk_bytes, min(last * chunk_bytes, length)) for first, last in runs]
+    return [(start, end - start) for start, end in ends]
+
+
+async def _receive(job: Fetching, source: Source, at: int, into: Region) -> None:
+    """A range of one file of one node, not verified. Raises CheckpointError, or KeyError if the
+    node is no member any more."""
+    timeout_s = job.config.patience_s(into.length, job.traffic.can_wait)
+    member = job.members[source.node]
+    expected = await job.doors.transport.expect(into, job.traffic, timeout_s)
+    try:
+        ask = w.GetRange(
+            attempt=job.attempt,
+            kind=source.kind,
+            owner=job.share.node,
+            part=source.part,
+            offset=source.offset + at,
+            grant=w.Grant(
+                address=job.doors.transport.address, nonce=expected.nonce, length=into.length
+            ),
+            traffic=job.traffic,
+        )
+        reply = await job.doors.peers.call(member.peers_address, ask, timeout_s)
+        if not isinstance(reply, w.Sent):
+            raise Refused(getattr(reply, "reason", type(reply).__name__))
+        await expected.received(timeout_s)
+    finally:
+        await expected.cancel()

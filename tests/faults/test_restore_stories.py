@@ -316,3 +316,24 @@ def test_a_new_node_has_room_before_its_rank_asks():
         assert not [file for file in later if file.startswith("slot")]
 
     play(story)
+
+
+def test_copies_that_are_bad_in_different_chunks_make_a_good_one():
+    """A node is lost, and both copies of its rank have rotted, each in another chunk. Every chunk is
+    right in one of them, so the step is restored and not given up."""
+
+    async def story(stage):
+        launch = await two_steps(stage, keep_last=1)
+        holders = [(n, h) for n, h in stage.held(r.FileKind.SHARD, 2) if h.owner == "n1"]
+        assert len(holders) == 2
+        chunk = stage.config.chunk_bytes
+        for i, (node, held) in enumerate(holders):
+            assert held.length > (i + 1) * chunk
+            stage.nodes[node].store.flip(held.file, i * chunk + 7, 3)
+        stage.crash("n1")
+        launch = await launch.again("n0", "n3", "n2")
+        assert await launch.restore() == 2
+        assert stage.state().quarantined() == set()
+
+    for seed in range(1, 4):
+        play(story, seed=seed, layout="copies:2")
