@@ -224,11 +224,12 @@ class Restoring:
         return held, fetched.manifest
 
     async def _again(self, ballot: Ballot, rank: int, room: Stage) -> None:
-        """Fetch a rank once more, into the file that it has."""
+        """Fetch what is bad in the file that a rank has, into it."""
         assert ballot.decision.commit is not None
         attempt = ballot.decision.commit.attempt
         share = await self._share(attempt, rank)
         job = await fetching(self.ctx, attempt, share, rank, Traffic.RESTORE)
+        job.in_place = True
         async with staging(self.ctx.home, job) as scratch:
             self._note_fetched(rank, await restore_rank(job, room, scratch))
 

@@ -76,6 +76,8 @@ class Fetching:
     """Where the share lies in the object store; asked only if RAM does not suffice."""
     widen: Callable[[], Awaitable[Sources]] | None = None
     """Everybody who has any of it; asked only if those of `sources` do not suffice."""
+    in_place: bool = False
+    """The rank's file has the bytes already, and some are bad: only those are fetched."""
     away: bool = False
     """The object store did not answer, so nothing that failed here is final."""
 
@@ -271,18 +273,22 @@ async def _fetch(
     """A shard into its place, from one source after the other; False, with the reasons kept, if
     chunks of it are still lacking then."""
     view, size = job.doors.arena.view(into), manifest.chunk_bytes
-    lacking = list(range(-(-into.length // size)))
+
+    async def look() -> list[int]:
+        with job.timed("verify"):
+            return await job.doors.workers.run(
+                lambda: bad_chunks(manifest, job.rank, shard, view), into.length, job.traffic
+            )
+
+    kept = job.in_place and shard < manifest.layout.k
+    lacking = await look() if kept else list(range(-(-into.length // size)))
     for source in sources:
         if not lacking:
             break
         try:
             for at, length in spans(lacking, size, into.length):
                 await _receive(job, source, at, Region(into.file, into.offset + at, length))
-            with job.timed("verify"):
-                bad = await job.doors.workers.run(
-                    lambda: bad_chunks(manifest, job.rank, shard, view), into.length, job.traffic
-                )
-            if bad:
+            if bad := await look():
                 what = f"{source.kind} {source.part}: chunks {bad[:5]} differ from the manifest"
                 job.failed(source.node, IntegrityError(what))
         except (CheckpointError, KeyError) as e:

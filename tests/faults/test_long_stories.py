@@ -28,7 +28,8 @@ def tables(agent):
     found, seen, ways = {}, {id(agent.home.doors)}, deque([("", agent)])
     while ways:
         way, thing = ways.popleft()
-        if id(thing) in seen or isinstance(thing, Doors):
+        behind = isinstance(thing, Doors) or type(thing).__module__.startswith("p2pckpt.backends.")
+        if id(thing) in seen or behind:
             continue
         seen.add(id(thing))
         if isinstance(thing, Mapping | Set | list | tuple | deque):

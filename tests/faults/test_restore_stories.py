@@ -319,8 +319,8 @@ def test_a_new_node_has_room_before_its_rank_asks():
 
 
 def test_copies_that_are_bad_in_different_chunks_make_a_good_one():
-    """A node is lost, and both copies of its rank have rotted, each in another chunk. Every chunk is
-    right in one of them, so the step is restored and not given up."""
+    """A node is lost, and both copies of its rank have rotted, each in another chunk. Every chunk
+    is right in one of them, so the step is restored and not given up."""
 
     async def story(stage):
         launch = await two_steps(stage, keep_last=1)
@@ -337,3 +337,20 @@ def test_copies_that_are_bad_in_different_chunks_make_a_good_one():
 
     for seed in range(1, 4):
         play(story, seed=seed, layout="copies:2")
+
+
+def test_what_is_bad_in_the_own_copy_alone_is_brought_from_others():
+    """Seed 91020. A chunk of the own copy has rotted, and another one of the only other copy. The
+    whole rank was fetched over the own copy, so its good chunk was lost, and the step with it."""
+
+    async def story(stage):
+        launch = await two_steps(stage, keep_last=1)
+        chunk = stage.config.chunk_bytes
+        ((node, shard),) = [(n, h) for n, h in stage.held(r.FileKind.SHARD, 2) if h.owner == "n1"]
+        (slot,) = [h for n, h in stage.held(r.FileKind.SLOT, 2) if n == "n1"]
+        stage.nodes["n1"].store.flip(slot.file, 7, 3)
+        stage.nodes[node].store.flip(shard.file, chunk + 7, 3)
+        launch = await launch.again()
+        assert await launch.restore() == 2
+
+    play(story, layout="copies:1")
