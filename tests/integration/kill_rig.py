@@ -22,6 +22,7 @@ from pathlib import Path
 
 import p2pckpt
 from p2pckpt.backends.etcd_server import EtcdOptions, find_etcd
+from p2pckpt.cli.output import EXIT_DEGRADED, EXIT_NOTHING
 from p2pckpt.demo.cluster import GRACE_S, LEASE_S, Machine
 
 PATIENCE_S = 60.0
@@ -315,6 +316,7 @@ class Job:
         """The ranks go, and the job with all its bytes."""
         self.kill()
         told = [sys.executable, "-m", "p2pckpt.cli.main", "clean", "--job", self.name, "--yes"]
+        tried = []
 
         def cleaned():
             done = subprocess.run(
@@ -322,7 +324,11 @@ class Job:
                 cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
             )  # fmt: skip
             self.last = done.stderr
-            return done.returncode == 0
+            gone = (
+                done.returncode == EXIT_NOTHING and EXIT_DEGRADED in tried
+            )  # who was slow has freed it since
+            tried.append(done.returncode)
+            return done.returncode == 0 or gone
 
         until(cleaned, lambda: self.last)
 
