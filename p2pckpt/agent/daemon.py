@@ -177,13 +177,20 @@ class Agent:
         return ctx
 
     async def _on_session(self) -> None:
-        """A new session: say again which trainers live, and that this agent is ready."""
+        """A new session: say again which trainers live, and that this agent is ready. A job whose
+        ledger cannot be told holds up no other: who is not told of seems to be dead."""
+        untold: list[CheckpointError] = []
         for job in list(self.jobs.values()):
             job.ctx.wake()  # for who waits for the session
             for launch in list(job.launches.launches.values()):
                 if launch.generation is not None and launch.trainers:
                     of = launch.ledger_id, launch.generation.number
-                    await tell_living(job.ctx, *of, launch.trainers)
+                    try:
+                        await tell_living(job.ctx, *of, launch.trainers)
+                    except CheckpointError as e:
+                        untold.append(e)
+        if untold:
+            raise untold[0]  # and all of it again
         if not self.ready.is_set() and not any(self.home.holdings):
             self._spawn("make ready", self._make_ready())
         self.ready.set()

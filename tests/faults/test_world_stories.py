@@ -11,8 +11,9 @@ from stage import JOB, play, until
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
+from p2pckpt.agent import daemon
 from p2pckpt.agent.context import RETRY_S
-from p2pckpt.errors import CheckpointError, GenerationHeld
+from p2pckpt.errors import CheckpointError, GenerationHeld, LedgerUnavailable
 from p2pckpt.ports import Put, Txn
 
 THREE = ("n0", "n1", "n2")
@@ -569,5 +570,27 @@ def test_a_clean_takes_no_record_of_the_job_that_began_meanwhile():
         await cleaning
         await launch.saved(2)
         assert await (await launch.again()).restore() == 2
+
+    play(story)
+
+
+def test_a_job_that_cannot_be_told_of_does_not_keep_another_from_it(monkeypatch):
+    """The lease of a node with ranks of two jobs expired, and nothing can be written of the first
+    one. Who is not told of seems to be dead, so the second one is told of all the same."""
+    tell = daemon.tell_living
+
+    async def telling(ctx, *of):
+        if ctx.job == "1000.lost":
+            raise LedgerUnavailable("its report was not written")
+        await tell(ctx, *of)
+
+    async def story(stage):
+        for job in ("1000.lost", "1000.well"):
+            await stage.launch(*THREE, job=job)
+        monkeypatch.setattr(daemon, "tell_living", telling)
+        stage.etcd.revoke(stage.agents["n0"].home.session.lease, "operator")
+        report = r.JobKeys("1000.well").trainers(1, "n0")
+        assert stage.etcd.get(report) is None
+        await until(lambda: stage.etcd.get(report) is not None)
 
     play(story)
