@@ -9,6 +9,7 @@ from s3_rig import CONFIG, JOB, KEYS, RANKS, play
 import p2pckpt.agent.offloading as offloading
 from p2pckpt import records as r
 from p2pckpt import wire as w
+from p2pckpt.backends.inproc.objects import ObjectsDoor
 from p2pckpt.errors import RestoreFailed
 from p2pckpt.save.offload import checkpoint_name, directory, rank_name
 from simulations.world.checkers import content
@@ -209,7 +210,9 @@ def test_a_damaged_object_does_not_matter_while_ram_has_the_step():
     play(story)
 
 
-def test_wrong_bytes_in_ram_are_made_good_from_the_store_and_quarantine_nothing_while_it_is_away():
+def test_wrong_bytes_in_ram_are_made_good_from_the_store_and_quarantine_nothing_while_it_is_away(
+    monkeypatch,
+):
     async def story(rig):
         await rig.train(1, 2)
         await rig.until(lambda: rig.offloaded() == [2])
@@ -227,11 +230,20 @@ def test_wrong_bytes_in_ram_are_made_good_from_the_store_and_quarantine_nothing_
             await rig.restore()
         assert failed.group_contains(RestoreFailed, match="ballots failed")
         assert rig.state().quarantined() == set()
+        brought = []
+
+        async def get_into(door, name, *where):
+            brought.append(name)
+            await get(door, name, *where)
+
+        get = ObjectsDoor.get_into
+        monkeypatch.setattr(ObjectsDoor, "get_into", get_into)
         rig.bucket.outage(0)
         await rig.launch(nodes)
         step, sources = await rig.restore()
         assert (step, sources[0], sources[2]) == (2, "local", "local")
         assert sources[1] in ("s3", "mixed", "peers"), "peers: a repair had them from there before"
+        assert rank_name(attempt, "n1", 1) in brought
 
     play(story)
 
