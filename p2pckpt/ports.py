@@ -156,9 +156,8 @@ class Ledger(Protocol):
     def watch(self, prefix: str, from_revision: int) -> AsyncIterator[Sequence[Change]]:
         """Changes below `prefix` from `from_revision` on, in order, none lost, none twice.
 
-        Resumes over broken connections, and gives an empty batch for each: the ledger may have
-        been set back and gone on from there. Ends with Compacted if the changes since
-        `from_revision` are gone (list again, then watch on), never silently.
+        Resumes over broken connections, with an empty batch for each: the ledger may have been set
+        back meanwhile. Ends with Compacted if the changes are gone: list again, then watch on.
         """
         ...
 
