@@ -36,16 +36,7 @@ from p2pckpt.errors import (
     NotJoined,
     UsageError,
 )
-from p2pckpt.ports import (
-    Compare,
-    Put,
-    Session,
-    TrainerId,
-    Txn,
-    absent,
-    none_newer,
-    present,
-)
+from p2pckpt.ports import Compare, Put, Session, TrainerId, Txn, absent, none_newer, present
 from p2pckpt.wire import pack, unpack
 
 POLL_LEAD_S = 0.05

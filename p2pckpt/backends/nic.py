@@ -1,7 +1,7 @@
 """How many bytes a second the network of this node gives each way, found out in a moment.
 
 Two things bound it. The link: what the kernel says of the interface that has our address (a
-loopback or virtual one says nothing). The way there: a transport that sends to itself, best of a
+loopback or virtual one says nothing). The way there: a transport that sends to itself, best of
 twenty, since another process may have had the core in the others. Both ends of that are one mover,
 so it is less than what two machines get from each other on a link that outruns a core; whoever
 knows better sets `nic_bytes_s`.
