@@ -5,23 +5,30 @@ recorded digest and every object that it names is listed with its length. A cut-
 found before anything is decided; flipped bits are found by the reader's chunk CRCs.
 
 Contract: an outage makes facts say "away", never "not there". Manifests are cached by digest: they
-cannot change. Nothing here writes.
+cannot change. One thing is written here: a rebuilt ledger does not know which of the commits that
+it was given are in the store, so an offload is recorded again (`_recall`) if the store's manifest
+says just this commit and these groups, and all objects that it names are there.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 from p2pckpt import records as r
 from p2pckpt.agent.context import JobContext
 from p2pckpt.errors import FormatError, IntegrityError, ObjectAbsent, ObjectStoreUnavailable
+from p2pckpt.jobstate import JobState
 from p2pckpt.restore.locate import Bucket, Facts, unprovable
 from p2pckpt.save.offload import (
     CHECKPOINT,
+    checkpoint_name,
+    checkpoint_of,
     directory,
     incomplete,
     job_directory,
+    offloaded_txn,
     read_checkpoint,
 )
 
@@ -75,9 +82,11 @@ async def ask_bucket(ctx: JobContext, facts: Facts, tries: Sequence[r.Commit]) -
     manifests: tuple[str, ...] = ()
     try:
         for commit in tries:
-            key = commit.attempt.key
+            attempt, key = commit.attempt, commit.attempt.key
             if not unprovable(commit, facts):
                 break
+            if key not in facts.state.offloaded and attempt.ledger_id != facts.state.ledger_id:
+                facts = replace(facts, state=await _recall(ctx, commit, groups.get(key, ())))
             if (kept := facts.state.offloaded.get(key)) is not None:
                 steps[key], found = await _provable(ctx, kept)
                 groups[key] = groups.get(key) or found
@@ -101,3 +110,21 @@ async def _provable(ctx: JobContext, kept: r.Offloaded) -> tuple[str, tuple[r.Gr
     listing = await objects.list(directory(kept.commit.attempt))
     wrong = list(incomplete(found, listing).values())
     return "; ".join(wrong[:3]), found.groups
+
+
+async def _recall(ctx: JobContext, commit: r.Commit, groups: Sequence[r.GroupRecord]) -> JobState:
+    """Record an offload again that the ledger forgot, if there is one; what stands now. Raises
+    ObjectStoreUnavailable, LedgerUnavailable."""
+    objects = ctx.home.doors.objects
+    assert objects is not None
+    try:
+        data = await objects.get(checkpoint_name(commit.attempt))
+        found = read_checkpoint(data, hashlib.sha256(data).hexdigest())
+        wrong = incomplete(found, await objects.list(directory(commit.attempt)))
+    except WRONG:
+        return ctx.state
+    if found == checkpoint_of(commit, groups, found.shares) and not wrong:
+        txn = offloaded_txn(ctx.state, commit, data, ctx.home.node)
+        if await ctx.transact(txn):
+            ctx.note("offload_recalled", step=commit.attempt.step)
+    return await ctx.refresh()

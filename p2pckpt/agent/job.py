@@ -81,8 +81,10 @@ class JobAgent:
                 await ctx.abort(attempt, f"the agent of {ctx.home.node} restarted before seal")
             ctx.track(attempt)
         for copy in remembered(ctx).copies:  # also where the bytes themselves were not kept
-            if copy.commit.attempt.ledger_id == ctx.state.ledger_id:
-                ctx.track(copy.commit.attempt)
+            attempt = copy.commit.attempt
+            known = ctx.state.committed(attempt) is not None  # perhaps kept by a rebuild
+            if known or attempt.ledger_id == ctx.state.ledger_id:
+                ctx.track(attempt)
 
     def _forget(self) -> None:
         """The job was cleaned: what its trainers had begun is over."""

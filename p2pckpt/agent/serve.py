@@ -36,8 +36,8 @@ MANIFEST_PIECE_BYTES = 1024 * 1024
 
 def decide_offer(offer: w.PutOffer, state: JobState, cut_off: bool, draining: bool = False) -> str:
     """Why an offer is refused; "" if it may be granted."""
-    attempt = offer.attempt
-    if state.ledger_id != attempt.ledger_id:
+    attempt, committed = offer.attempt, state.committed(offer.attempt) is not None
+    if state.ledger_id != attempt.ledger_id and not committed:  # a rebuild keeps older commits
         return f"ledger id {attempt.ledger_id[:8]} is not this job's ({state.ledger_id[:8]})"
     if cut_off:
         return "cut off from the ledger for longer than a lease"
@@ -45,7 +45,7 @@ def decide_offer(offer: w.PutOffer, state: JobState, cut_off: bool, draining: bo
         return "it is being drained"
     if offer.index < 0 or min((*offer.lengths, offer.manifest_bytes - 1)) < 0:
         return f"shard {offer.index}, {offer.lengths}, {offer.manifest_bytes}: need 0, 0, 1 or more"
-    if state.committed(attempt) is not None:
+    if committed:
         return ""  # a repair: it needs no fence, its bytes are named by the group record
     if state.generation is None or state.generation.number < attempt.generation:
         return f"generation {attempt.generation} is not known here yet"

@@ -62,6 +62,24 @@ def test_redundancy_comes_back_without_any_training(lost):
     play(story, nodes=6)
 
 
+def test_a_commit_that_a_rebuild_kept_becomes_full_again_too():
+    """etcd was wiped and rebuilt, under a new ledger id; then a node is lost. The step from before
+    belongs to a ledger that is gone, and is repaired all the same."""
+
+    async def story(stage):
+        await step_one(stage)
+        await asyncio.sleep(5)
+        stage.etcd.wipe()
+        await asyncio.sleep(20)
+        assert (await stage.rebuild("n1")).problem == ""
+        await asyncio.sleep(15)
+        stage.crash("n3")
+        assert lacking(stage, 1)
+        await until(lambda: not lacking(stage, 1), LATE_S)
+
+    play(story, nodes=6)
+
+
 def test_with_too_few_hosts_repair_waits_for_a_node_that_joins():
     """Four nodes are just enough, one is lost: what can be placed is placed, status says what is
     missing, and when a node joins it is full."""

@@ -167,6 +167,39 @@ def test_a_bucket_with_manifests_that_the_ledger_does_not_know_is_not_nothing():
     play(story)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_rebuilt_ledger_finds_what_the_store_has(whole):
+    """Three of four machines lose their RAM, and etcd is wiped. The fourth remembers the commit,
+    not that it went out; it comes back from the store if all of it is there."""
+
+    async def story(rig):
+        await rig.train(1, 2)
+        await rig.until(lambda: rig.offloaded() == [2])
+        await asyncio.sleep(5.0)
+        name = rank_name(rig.attempt(2), "n1", 1)
+        rig.cluster.etcd.wipe()
+        for node in ("n0", "n1", "n2"):
+            await rig.lose(node)
+            rig.start(node)
+        await asyncio.sleep(30.0)
+        reply = await rig.cluster.nodes["n3"].trainer().call(w.RebuildCall(JOB))
+        assert (reply.problem, reply.steps[-1]) == ("", 2)
+        await asyncio.sleep(15.0)
+        if not whole:
+            rig.bucket.truncate(name, 5000)
+        await rig.launch()
+        if whole:
+            step, sources = await rig.restore()
+            assert (step, "s3" in sources) == (2, True)  # n3's shards are of use as well
+            assert rig.notes("offload_recalled")
+        else:
+            with pytest.raises(BaseExceptionGroup) as failed:
+                await rig.restore()
+            assert failed.group_contains(RestoreFailed, match="never offloaded")
+
+    play(story)
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "manifest", "manifest object"])
 def test_a_damaged_object_is_found_and_the_previous_step_comes_back(damage):
     async def story(rig):
