@@ -18,7 +18,10 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Protocol
 
+from p2pckpt import records as r
 from p2pckpt.backends.inproc.cluster import FakeCluster, FakeNode
+from p2pckpt.errors import FormatError
+from p2pckpt.wire import unpack
 
 
 @dataclass(frozen=True)
@@ -249,12 +252,25 @@ async def slow_node(world: HasWorld, node: FakeNode, fault: Fault) -> None:
 
 
 async def flip_memory(_world: HasWorld, node: FakeNode, fault: Fault) -> None:
-    """One bit of one RAM file turns around."""
+    """One bit of one RAM file turns around; not of a snapshot that a rank is writing: what turns
+    before the agent takes its checksums is part of it, as in the training's own memory."""
     files = sorted(name for name, image in node.store.files.items() if len(image) > 0)
+    files = [name for name in files if not _is_written(node.store.records.get(name))]
     if files:
         rng = Random(fault.chance)
         file = rng.choice(files)
         node.store.flip(file, rng.randrange(len(node.store.files[file])), rng.randrange(8))
+
+
+def _is_written(packed: bytes | None) -> bool:
+    """Is this the record of a slot that a rank may be writing?"""
+    if packed is None:
+        return False
+    try:
+        record = unpack(packed, r.FileRecord)
+    except FormatError:
+        return True
+    return record.kind is r.FileKind.SLOT and record.state is r.FileState.FILLING
 
 
 async def flip_record(_world: HasWorld, node: FakeNode, fault: Fault) -> None:
