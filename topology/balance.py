@@ -4,131 +4,144 @@ Intuition: memory is granted for the fullest node, so a load that differs is mem
 A shard may move from node a to node b if its owner's rules allow b in place of a. Where no shard of
 a may go to b, a chain can: a gives to c, and c gives to b.
 
-Contract: hands keep the number of their shards and every rule; deterministic. A move goes from a
-node to one that holds at least two less, along a shortest chain, so the sum of squares falls with
-each. It ends when there is no such chain: for moves that do not disturb each other this is the
-least spread that there is (a flow without a negative cycle is of least cost, Klein 1967). Two
-moves of one owner in one chain may disturb each other; the chain then ends early, all rules kept.
+Contract: hands keep the number of their shards and every rule; deterministic. Shards go along
+shortest chains from nodes with at least h to nodes with at most h-2, so the sum of squares falls
+with each; first for the h next to the mean, then for each h from the top, until there is no such
+chain. Many chains are taken after one search (blocking flows, Dinic 1970).
 
-Consequence: one pass for every policy, so that policies differ in what they mean, not in how evenly
-they happen to load. The search for chains is bounded by CHECKS; direct moves do nearly all.
+Consequence: where levels nest, the hands are bases of matroids, and what no chain improves is as
+level as the rules allow: the fullest node holds as little, and the emptiest as much, as in any
+other choice of hands (decreasing minimisation on M-convex sets, Frank and Murota 2022). Where they
+cross, two moves of one owner may bar each other, so loads can end a little apart that need not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from topology.ground import Hand
 
-CHECKS = 1_000_000
-"""Questions "may b take a's shard" that the search for chains may ask: seconds, then it stops."""
-DIRECT_TRIES = 16
+
+class _Pool:
+    """Positions by domain, wide to narrow, so that a domain without room is passed over at once."""
+
+    def __init__(self, hands: list[Hand], positions: Iterable[int]) -> None:
+        self.ground = hands[0].ground
+        self.order = self.ground.wide_first[: len(hands[0].caps)]
+        self.top: dict[int, Any] = {}
+        for at in positions:
+            place = self.top
+            for i in self.order:
+                place = place.setdefault(self.ground.signatures[at][i], {})
+            place[at] = None
+
+    def discard(self, at: int) -> None:
+        places, place = [], self.top
+        signature = self.ground.signatures[at]
+        for i in self.order:
+            places.append((place, signature[i]))
+            place = place[signature[i]]
+        del place[at]
+        while not place and places:
+            place, code = places.pop()
+            del place[code]
+
+    def fitting(self, hand: Hand, full: int) -> Iterator[int]:
+        """Those that may take the shard that ``full`` holds of ``hand``; first those that share its
+        domains, so that loads are levelled nearby and little moves when a node goes elsewhere."""
+        return self._fitting(hand, full, self.top, 0)
+
+    def _fitting(self, hand: Hand, full: int, place: dict[int, Any], depth: int) -> Iterator[int]:
+        if depth == len(self.order):
+            hosts = self.ground.hosts
+            for at in place:
+                if hosts[at] not in hand.hosts or hosts[at] == hosts[full]:
+                    yield at
+            return
+        i = self.order[depth]
+        leaving = self.ground.signatures[full][i]
+        if leaving in place:
+            yield from self._fitting(hand, full, place[leaving], depth + 1)
+        for code, narrower in place.items():
+            if code != leaving and hand.has_room(i, code):
+                yield from self._fitting(hand, full, narrower, depth + 1)
 
 
 class _Loads:
     """Who holds whose shards, by position."""
 
-    def __init__(self, hands: list[Hand], usable: list[int]) -> None:
+    def __init__(self, hands: list[Hand]) -> None:
         self.hands = hands
-        self.usable = usable
-        ground = hands[0].ground
-        widest = ground.wide_first[:1]
-        self.kinds = [signature[widest[0]] if widest else 0 for signature in ground.signatures]
-        self.holds: dict[int, list[int]] = {at: [] for at in usable}
+        self.holds: list[dict[int, None]] = [{} for _ in hands]  # owners, by who holds
         for owner, hand in enumerate(hands):
             for at in hand.nodes:
-                self.holds[at].append(owner)
-        self.checks = CHECKS
+                self.holds[at][owner] = None
 
-    def load(self, at: int) -> int:
-        return len(self.holds[at])
+    def ends(self) -> tuple[int, int]:
+        """The least and the greatest load."""
+        loads = [len(held) for held in self.holds]
+        return min(loads), max(loads)
 
-    def move(self, owner: int, old: int, new: int) -> None:
-        self.hands[owner].swap(old, new)
-        self.holds[old].remove(owner)
-        self.holds[new].append(owner)
+    def level(self, height: int) -> None:
+        """Take chains from nodes with ``height`` or more to nodes with ``height`` - 2 or less."""
+        moved = True
+        while moved:
+            full = [at for at, held in enumerate(self.holds) if len(held) >= height]
+            pools = self._search(full, height)
+            moved = False
+            for at in full if pools else ():
+                while len(self.holds[at]) >= height and self._push(at, pools, height):
+                    moved = True
 
-    def direct(self, low: int, high: int) -> None:
-        """Move shards from nodes above ``high`` to nodes below it, those below ``low`` first."""
-        empty = self._takers(at for at in self.usable if self.load(at) < low)
-        some = self._takers(at for at in self.usable if low <= self.load(at) < high)
-        for full in self.usable:
-            for owner in tuple(self.holds[full]):
-                if self.load(full) <= high:
-                    break
-                self._give(owner, full, empty, low) or self._give(owner, full, some, high)
-        for full in self.usable:
-            for owner in tuple(self.holds[full]):
-                if self.load(full) <= low:
-                    break
-                self._give(owner, full, empty, low)
-
-    def _takers(self, nodes: Iterable[int]) -> dict[int, list[int]]:
-        """Nodes by their widest domain: within it, a move keeps that level's rule."""
-        takers: dict[int, list[int]] = {}
-        for at in nodes:
-            takers.setdefault(self.kinds[at], []).append(at)
-        return takers
-
-    def _give(self, owner: int, full: int, takers: dict[int, list[int]], until: int) -> bool:
-        fits, kind = self.hands[owner].fits, self.kinds[full]
-        for _, nodes in sorted(takers.items(), key=lambda item: item[0] != kind):
-            for i in range(len(nodes) - 1, max(-1, len(nodes) - 1 - DIRECT_TRIES), -1):
-                if fits(nodes[i], full):
-                    self.move(owner, full, nodes[i])
-                    if self.load(nodes[i]) >= until:
-                        nodes.pop(i)
-                    return True
-        return False
-
-    def chain(self, from_load: int) -> bool:
-        """One chain from a node with at least ``from_load`` to one with two less; False: none."""
-        starts = [at for at in self.usable if self.load(at) >= from_load]
-        came: dict[int, tuple[int, int]] = {}  # node: (whose shard, from which node)
-        left = dict.fromkeys(at for at in self.usable if self.load(at) < from_load)
-        while starts:
-            reached = []
-            for full in starts:
-                for owner in self.holds[full]:
-                    fits = self.hands[owner].fits
-                    self.checks -= len(left)
-                    if self.checks < 0:
-                        return False
-                    found = [at for at in left if fits(at, full)]
+    def _search(self, full: list[int], height: int) -> list[_Pool]:
+        """Nodes by the length of the shortest chain from ``full`` to them; last, those that are to
+        take. Empty if there is no chain."""
+        left = _Pool(self.hands, (at for at, held in enumerate(self.holds) if len(held) < height))
+        pools = []
+        while full and left.top:
+            reached: list[int] = []
+            for giver in full:
+                for owner in self.holds[giver] if left.top else ():
+                    found = list(left.fitting(self.hands[owner], giver))
                     for at in found:
-                        came[at] = owner, full
-                        del left[at]
-                        if self.load(at) <= from_load - 2:
-                            return self._follow(at, came)
+                        left.discard(at)
                     reached += found
-            starts = reached
+            takers = [at for at in reached if len(self.holds[at]) <= height - 2]
+            pools.append(_Pool(self.hands, takers or reached))
+            if takers:
+                return pools
+            full = reached
+        return []
+
+    def _push(self, giver: int, pools: list[_Pool], height: int, depth: int = 0) -> bool:
+        """Move one shard off ``giver`` along a chain through the pools from ``depth`` on."""
+        pool = pools[depth]
+        for owner in tuple(self.holds[giver]):
+            hand = self.hands[owner]
+            while (at := next(pool.fitting(hand, giver), None)) is not None:
+                takes = len(self.holds[at]) <= height - 2
+                if not takes and not (
+                    depth + 1 < len(pools) and self._push(at, pools, height, depth + 1)
+                ):
+                    pool.discard(at)
+                elif hand.fits(at, giver):
+                    hand.swap(giver, at)
+                    del self.holds[giver][owner]
+                    self.holds[at][owner] = None
+                    return True
+                else:  # it gave a shard of the same owner away, and now waits for another's
+                    break
         return False
 
-    def _follow(self, at: int, came: dict[int, tuple[int, int]]) -> bool:
-        moved = False
-        while at in came:
-            owner, full = came[at]
-            if not self.hands[owner].fits(at, full):
-                break
-            self.move(owner, full, at)
-            at, moved = full, True
-        return moved
 
-
-def balance(hands: list[Hand], usable: list[int]) -> None:
-    """Move shards of ``hands`` among the positions ``usable`` until none can be moved downhill.
-
-    ``hands`` are in the order of their owners' positions; all their holders are usable.
-    """
+def balance(hands: list[Hand]) -> None:
+    """Move shards of ``hands``, given by the positions of their owners, downhill."""
+    loads = _Loads(hands)
     total = sum(len(hand.nodes) for hand in hands)
-    if not total:
-        return
-    loads = _Loads(hands, usable)
-    low, high = total // len(usable), -(-total // len(usable))
-    loads.direct(low, high)
-    while True:
-        heights = {loads.load(at) for at in usable}
-        if max(heights) - min(heights) <= 1 or not any(
-            loads.chain(height) for height in sorted(heights, reverse=True)
-        ):
-            return
+    low, high = total // len(hands), -(-total // len(hands))
+    for height in dict.fromkeys((high + 1, low + 1)):
+        loads.level(height)
+    least, most = loads.ends()
+    for height in range(most, least + 1, -1):
+        loads.level(height)

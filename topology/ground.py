@@ -16,7 +16,7 @@ caps and the host rule (never two on one host, never one on the owner's) are app
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,6 +51,7 @@ class Ground:
     room: dict[Signature, int]
     sizes: tuple[tuple[tuple[int, int], ...], ...]
     nested: bool
+    regular: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,12 @@ class Hand:
             if used >= (caps[code == self.own[i]] if code != UNKNOWN else caps.unlabelled):
                 return False
         return True
+
+    def has_room(self, i: int, code: int) -> bool:
+        """Whether domain ``code`` of level i may take one more shard, as far as that level says."""
+        caps = self.caps[i]
+        cap = caps[code == self.own[i]] if code != UNKNOWN else caps.unlabelled
+        return self.used[i].get(code, 0) < cap
 
     def take(self, at: int) -> None:
         """Give a shard to ``at``."""
@@ -136,11 +143,13 @@ def survey(cluster: Cluster, levels: tuple[str, ...]) -> Ground:
         tuple(number[i].get(node.domain(level) or "", UNKNOWN) for i, level in enumerate(levels))
         for node in nodes
     )
+    hosts = tuple(node.host for node in nodes)
+    nested = cluster.nests(levels)
     by_host = {node.host: signature for node, signature in zip(nodes, signatures, strict=True)}
     return Ground(
         names=names,
         position={name: i for i, name in enumerate(names)},
-        hosts=tuple(node.host for node in nodes),
+        hosts=hosts,
         seats=tuple(node.seat for node in nodes),
         signatures=signatures,
         labels=labels,
@@ -153,8 +162,26 @@ def survey(cluster: Cluster, levels: tuple[str, ...]) -> Ground:
             tuple(Counter(signature[i] for signature in by_host.values()).items())
             for i in range(len(levels))
         ),
-        nested=cluster.nests(levels),
+        nested=nested,
+        regular=nested and is_regular(hosts, signatures),
     )
+
+
+def is_regular(hosts: Sequence[str], signatures: Sequence[Signature]) -> bool:
+    """Whether, on a ring of these nodes, to share a domain is a matter of distance alone.
+
+    At each level (hosts included) the labels recur with period P, the number of labels, so the
+    nodes i and j share one if and only if i = j mod P; at P = 1 all may lack it. Then turning the
+    ring by one keeps who shares what, so where levels nest (and caps are exact) all owners have
+    the same caps and skip the same distances D: node j holds a shard of the owners j - d, d in D,
+    and of no other, which are as many for every j.
+    """
+    for labels in (hosts, *zip(*signatures, strict=True)):
+        period = len(set(labels))
+        recur = tuple(labels) == tuple(labels[:period]) * (len(labels) // max(1, period))
+        if not recur or (period > 1 and UNKNOWN in labels):
+            return False
+    return True
 
 
 def ask_from(ground: Ground, start: int, rules: Rules, shut: Set[int]) -> Ask:

@@ -2,24 +2,25 @@
 
 Intuition: the nodes stand on a ring in which neighbours are far apart (``Cluster.ring``). By the
 default policy, domain-aware, an owner gives its shards to the nodes around it, nearest first,
-alternately after and before it, skipping whoever would break a rule. In a cluster of equal domains
-a rule skips the same distances for every owner, so the holders are fixed offsets from the owner and
-every node holds exactly k+m shards: balance by construction. Both sides rather than successors
-only, because holding is then mutual and fewer sets of nodes can kill (9 nodes, rs(4, 2): 99 of 126
-quadruples instead of all). ``excluded`` is the stable way to lose a node: each owner that used it
-moves one shard, no other moves. The other policies make a table of all owners at once (policies.py
-proposes, balance.py levels), so that loads can be levelled exactly.
+alternately after and before it, skipping whoever would break a rule. In a regular cluster (equal
+domains that nest, ``ground.is_regular``) a rule skips the same distances for every owner, so the
+holders are fixed offsets from the owner and every node holds exactly k+m shards: balance by
+construction, and no owner needs to know of the others. Anywhere else all owners walk, and then
+balance.py levels what they chose. Both sides rather than successors only, because holding is then
+mutual and fewer sets of nodes can kill (9 nodes, rs(4, 2): 99 of 126 quadruples instead of all).
+The other policies differ only in what they propose (policies.py). ``excluded`` is the stable way to
+lose a node: each owner that used it moves one shard, no other moves.
 
 Contract: pure functions of their arguments. Never two shards on one host, never one on the owner's.
 At each spread level a domain holds at most max(1, m) shards; for m = 0 none in the owner's own
-domain; by default in the owner's own as few as suffice. If the levels nest and a placement that
-meets all rules exists, it is found (ground.py).
+domain; by default in the owner's own as few as suffice, more only to level loads. If the levels
+nest and a placement that meets all rules exists, it is found (ground.py).
 
-Consequence: a required level that cannot be met is an error. A preferred one is met as nearly as
-possible and named in ``degraded`` with the losses that now kill. Levels are served in the order:
-required ones, then preferred ones as listed; an earlier one is never weakened for a later one.
-A node without a label at a level is used there only when the labelled ones do not suffice.
-Policies that ignore domains (ring, random) say so in ``degraded``.
+Consequence: a required level that cannot be met is an error, for the owners that cannot meet it. A
+preferred one is met as nearly as possible and named in ``degraded`` with the losses that now kill.
+Levels are served in the order: required ones, then preferred ones as listed; an earlier one is
+never weakened for a later one. A node without a label at a level is used there only when the
+labelled ones do not suffice. Policies that ignore domains (ring, random) say so in ``degraded``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from topology.ground import (
     survey,
 )
 from topology.policies import Proposals, around, propose
-from topology.rules import BLIND, DOMAIN_AWARE, EVEN, Level, Placement, Policy, Rules
+from topology.rules import BLIND, DOMAIN_AWARE, Level, Placement, Policy, Rules
 
 __all__ = ["Level", "Placement", "Policy", "Rules", "place", "place_all"]
 
@@ -110,6 +111,7 @@ class _Book:
         self.excluded = excluded
         self.shut = {ground.position[name] for name in excluded if name in ground.position}
         self.asked: dict[tuple[Signature, str], tuple[Ask, tuple[Caps, ...]]] = {}
+        self.refused: set[tuple[Signature, str]] = set()
         self.reasons: dict[tuple[object, ...], str] = {}
 
     def placement(self, owner: str) -> Placement:
@@ -119,7 +121,8 @@ class _Book:
         if start is None:
             raise TopologyError(f"node {owner!r} is not one of the cluster's {len(ground.names)}")
         ask, caps = self._decide(start)
-        if self.policy.name == DOMAIN_AWARE:
+        walks = self.policy.name == DOMAIN_AWARE and ground.regular
+        if walks:
             how, hand = "the nearest {} hosts on the ring", self._walk(start)
         else:
             how, hands = self._table
@@ -127,7 +130,7 @@ class _Book:
             caps = hand.caps
         missed = hand.unmet()
         for i in missed:
-            if rules.spread[i].required and self.policy.name != DOMAIN_AWARE:
+            if rules.spread[i].required:
                 raise TopologyError(
                     f"owner {owner}: level {rules.spread[i].name} is required, "
                     f"policy {self.policy} does not meet it"
@@ -142,7 +145,7 @@ class _Book:
         key = (ask.own, caps, len(nodes))
         if key not in self.reasons:
             how = how.format(len(nodes)) + ", one shard each"
-            self.reasons[key] = reason(how, ground, ask, caps, self.policy.name == DOMAIN_AWARE)
+            self.reasons[key] = reason(how, ground, ask, caps, exact=walks)
         return Placement(nodes, self.reasons[key], said)
 
     def _decide(self, start: int) -> tuple[Ask, tuple[Caps, ...]]:
@@ -151,12 +154,17 @@ class _Book:
         With nobody excluded all owners of one domain ask the same question.
         """
         ground = self.ground
-        key = ground.signatures[start], ground.hosts[start] if self.shut else ""
+        key = self._key(start)
         if key not in self.asked:
+            self.refused.add(key)  # unless it gets past the next lines
             ask, name = ask_from(ground, start, self.rules, self.shut), ground.names[start]
             caps = choose_caps(ask, ground, lambda i, room: refusal(name, ask, i, room, ground))
+            self.refused.discard(key)
             self.asked[key] = ask, caps
         return self.asked[key]
+
+    def _key(self, start: int) -> tuple[Signature, str]:
+        return self.ground.signatures[start], self.ground.hosts[start] if self.shut else ""
 
     def _walk(self, start: int) -> Hand:
         """The nodes nearest to ``start`` on the ring that the caps and the host rule let in."""
@@ -178,7 +186,7 @@ class _Book:
                     quota[signature] -= 1
         return hand
 
-    # -- the policies that place all owners at once -----------------------------------------------
+    # -- all owners at once -----------------------------------------------------------------------
 
     @cached_property
     def _table(self) -> tuple[str, list[Hand]]:
@@ -186,25 +194,26 @@ class _Book:
         if self.whole:
             how, hands = self.whole._table
             return how, self._without(hands)
-        everybody = list(range(len(self.ground.names)))
-        if self.policy.name != EVEN:
+        if self.policy.name != DOMAIN_AWARE:
             proposals, how = propose(self.ground, self.rules, self.policy)
             hands = self._deal(proposals)
         else:
-            how = "near on the ring"
-            hands = self._deal([self._walk(start).nodes for start in everybody])
-            wide = [hand.caps for hand in hands]
-            for start, hand in enumerate(hands):  # first as few in the owner's own as suffice
-                hand.caps = self._decide(start)[1]
-            balance(hands, everybody)
-            for hand, caps in zip(hands, wide, strict=True):
-                hand.caps = caps
-        balance(hands, everybody)
+            how, hands = "near on the ring", self._walks()
+        balance(hands)
         return how, hands
+
+    def _walks(self) -> list[Hand]:
+        """What all owners walk to, levelled as far as the tightest caps let it; then as ruled."""
+        new = [self._new_hand(start) for start in range(len(self.ground.names))]
+        hands = [self._walk(at) if target else hand for at, (hand, target) in enumerate(new)]
+        balance(hands)
+        for hand, (ruled, _) in zip(hands, new, strict=True):
+            hand.caps = ruled.caps
+        return hands
 
     def _deal(self, proposals: Proposals) -> list[Hand]:
         """To each owner the first of its proposals that fit, then the nearest nodes."""
-        hands, load = [], [0] * len(proposals)
+        new, load = [], [0] * len(proposals)
         for start, proposal in enumerate(proposals):
             hand, target = self._new_hand(start)
             for at in proposal:
@@ -213,8 +222,9 @@ class _Book:
                 if hand.fits(at):
                     hand.take(at)
                     load[at] += 1
-            hands.append(hand)
-        return [self._filled(at, hand, load, self.rules.count) for at, hand in enumerate(hands)]
+            new.append((hand, target))
+        fair = self.rules.count
+        return [self._filled(at, *hand, load, fair) for at, hand in enumerate(new)]
 
     def _without(self, hands: list[Hand]) -> list[Hand]:
         """New hands for owners that used an excluded node: one shard each moves, no other."""
@@ -227,30 +237,34 @@ class _Book:
         for start, old in enumerate(hands):
             if self.shut.isdisjoint(old.nodes):
                 continue
-            hand, _ = self._new_hand(start)
+            hand, target = self._new_hand(start)
             for at in old.nodes:
-                if at not in self.shut and hand.fits(at):
+                if at not in self.shut and len(hand.nodes) < target and hand.fits(at):
                     hand.take(at)
                 else:
                     load[at] -= 1
-            kept[start] = self._filled(start, hand, load, fair)
+            kept[start] = self._filled(start, hand, target, load, fair)
         return kept
 
     def _new_hand(self, start: int) -> tuple[Hand, int]:
-        """An empty hand, and how many shards it is to take.
+        """An empty hand, and how many shards it is to take: none if a required level refuses them.
 
         Its caps are those of the rules, wider only where these cannot be met.
         """
-        ask, caps = self._decide(start)
+        try:
+            if self._key(start) in self.refused:
+                return Hand(self.ground, start, self.rules, ()), 0
+            ask, caps = self._decide(start)
+        except TopologyError:
+            return Hand(self.ground, start, self.rules, ()), 0
         most = self.rules.most
         own = most if self.rules.m else 0
         wide = tuple([Caps(max(c.other, most), max(c.own, own), c.unlabelled) for c in caps])
         blind = self.policy.name in BLIND
         return Hand(self.ground, start, self.rules, () if blind else wide), ask.target
 
-    def _filled(self, start: int, hand: Hand, load: list[int], fair: int) -> Hand:
+    def _filled(self, start: int, hand: Hand, target: int, load: list[int], fair: int) -> Hand:
         """``hand`` with its missing shards on the nearest nodes, first those below ``fair``."""
-        target = self._decide(start)[0].target
         for limit in (fair, self.rules.count * len(load)):
             if len(hand.nodes) == target:
                 return hand

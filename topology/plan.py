@@ -135,7 +135,7 @@ def _placement_findings(plan: Plan) -> Iterator[Finding]:
     if high - low > 1:
         full = [name for name, load in plan.loads.items() if load == high]
         text = f"loads differ: {low} to {high} shards a node, most on {_short(tuple(full))}"
-        yield Finding(False, f"{text}; memory is granted for the fullest (policy even levels it)")
+        yield Finding(False, f"{text}; memory is granted for the fullest")
 
 
 def _short(names: tuple[str, ...]) -> str:

@@ -4,12 +4,12 @@ Intuition: a policy only *proposes*, for each owner, nodes in the order of its l
 gives the shards to the first that the rules allow, and levels the loads. So every policy obeys the
 same rules in the same way, and is one short function.
 
-domain-aware: the nearest on the ring, both sides (place.py). even: the same, loads levelled over
-unequal domains. group: nodes in groups of k+m+1, each holds a shard of every other (Gemini, Wang et
-al., SOSP'23, there for copies). ring: the next k+m by name, whatever they share (control). random:
-any (control). rendezvous: each owner has a random order of all nodes of its own (Thaler and
-Ravishankar 1998), so that a node that goes takes only its own shards along. copysets: few sets of
-nodes can kill, yet many nodes take part in a rebuild (Cidon et al., ATC'13).
+domain-aware: the nearest on the ring, both sides (place.py). group: nodes in groups of k+m+1, each
+holds a shard of every other (Gemini, Wang et al., SOSP'23, there for copies). ring: the next k+m by
+name, whatever they share (control). random: any (control). rendezvous: each owner has a random
+order of all nodes of its own (Thaler and Ravishankar 1998), so that a node that goes takes only its
+own shards along. copysets: few sets of nodes can kill, yet many nodes take part in a rebuild (Cidon
+et al., ATC'13).
 
 Contract: pure functions; positions are those of the ground. Chance is BLAKE2 of names: the same on
 every machine. Nodes are told apart by their seat, so that who takes a seat over takes all its

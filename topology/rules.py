@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from topology.cluster import HOST, NODE, TopologyError
 
-DOMAIN_AWARE, EVEN, GROUP, RING = "domain-aware", "even", "group", "ring"
+DOMAIN_AWARE, GROUP, RING = "domain-aware", "group", "ring"
 RANDOM, RENDEZVOUS, COPYSETS = "random", "rendezvous", "copysets"
-POLICIES = (DOMAIN_AWARE, EVEN, GROUP, RING, RANDOM, RENDEZVOUS, COPYSETS)
+POLICIES = (DOMAIN_AWARE, GROUP, RING, RANDOM, RENDEZVOUS, COPYSETS)
 BLIND = frozenset((RING, RANDOM))
 """Policies that ignore domains by definition: controls, to compare others with."""
 

@@ -103,7 +103,7 @@ def plan_options(command: F) -> F:
         click.option("--spread", default=None, metavar="LEVELS",
                      help="As rack,power! (! = required); default: every level with two domains."),
         click.option("--policy", default="domain-aware", show_default=True,
-                     help="domain-aware, even, group, ring, random[:SEED], rendezvous or "
+                     help="domain-aware, group, ring, random[:SEED], rendezvous or "
                      "copysets[:WIDTH]."),
     )[::-1]:  # fmt: skip
         command = option(command)

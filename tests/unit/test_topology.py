@@ -273,7 +273,7 @@ def test_12500_nodes_all_hold_the_same_and_a_swap_moves_little():
     assert moved < 0.01 * 125_000
 
 
-def test_unequal_racks_are_loaded_almost_alike():
+def test_unequal_racks_are_loaded_alike_and_none_keeps_what_is_its_own():
     sizes = [8 + (7 * i) % 33 for i in range(40)]
     cluster = Cluster(
         tuple(
@@ -282,9 +282,13 @@ def test_unequal_racks_are_loaded_almost_alike():
             for h in range(size)
         )
     )
-    load = loads(cluster, place_all(cluster, Rules(8, 2, RACK)))
-    assert sum(load) == 10 * len(cluster)
-    assert max(load) - min(load) <= 3
+    placements = place_all(cluster, Rules(8, 2, RACK))
+    assert set(loads(cluster, placements)) == {10}
+    for owner, placement in placements.items():
+        held = Counter(cluster.domain(name, "rack") for name in placement.nodes)
+        assert max(held.values()) <= 2
+        assert not held[cluster.domain(owner, "rack")]
+        assert placement.degraded == ()
 
 
 def test_same_answer_in_every_process():

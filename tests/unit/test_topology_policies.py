@@ -6,9 +6,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from random import Random
 
 import pytest
-from test_topology import place_all as place_each
 from test_topology import racks, tree
 
 from topology import (
@@ -61,7 +61,7 @@ def test_a_policy_is_written_and_read():
         assert str(Policy.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "rings", "ring:3", "random:", "random:x", "copysets:-1"])
+@pytest.mark.parametrize("text", ["", "even", "ring:3", "random:", "random:x", "copysets:-1"])
 def test_a_policy_that_is_none_is_refused(text):
     with pytest.raises(TopologyError) as caught:
         Policy.parse(text)
@@ -180,19 +180,48 @@ def test_small_clusters_place_what_they_can(policy):
 # -- each policy -----------------------------------------------------------------------------------
 
 
-def test_even_levels_what_the_default_leaves_uneven():
-    sizes = [8 + (7 * i) % 33 for i in range(40)]
-    cluster = many(40, sizes)
-    rules = Rules(8, 2, (Level("rack"),))
-    uneven = loads(cluster, place_each(cluster, rules))
-    placements = place_all(cluster, rules, policy=Policy("even"))
-    assert max(uneven) - min(uneven) > 1
+def test_the_default_levels_feeds_that_cross_racks():
+    """1,250 nodes on 6 feeds drawn by lot, in 40 racks: the nearest would hold 0 to 39 shards."""
+    chance = Random(1)
+    cluster = Cluster(
+        tuple(
+            Node(f"n{i}", f"h{i}", {"rack": f"r{i // 32}", "power": f"f{chance.randrange(6)}"})
+            for i in range(1250)
+        ),
+        ("rack", "power"),
+    )
+    rules = Rules(8, 2, (Level("rack"), Level("power", required=True)))
+    placements = place_all(cluster, rules)
     assert set(loads(cluster, placements)) == {10}
-    own = {name: cluster.domain(name, "rack") for name in placements}
-    for owner, placement in placements.items():
-        held = Counter(own[name] for name in placement.nodes)
-        assert max(held.values()) <= 2
-        assert held[own[owner]] <= 2
+    for placement in placements.values():
+        assert placement.degraded == ()
+        assert placement.reason.startswith("near on the ring, one shard each; rack: at most 2")
+        for level in ("rack", "power"):
+            held = Counter(cluster.domain(name, level) for name in placement.nodes)
+            assert max(held.values()) <= 2
+
+
+def test_loads_are_as_level_as_the_rules_allow():
+    """A node lost of 5 pods of 100: each pod takes 2 of the 10 shards of 499 owners, 998."""
+    cluster = tree(5, 2, 5, 10).without({"p2s1r3h7"})
+    placements = place_all(cluster, Rules(8, 2, LEVELS))
+    held = dict(zip([n.name for n in cluster.nodes], loads(cluster, placements), strict=True))
+    for pod in range(5):
+        load = Counter(held[name] for name in cluster.members("pod")[f"p{pod}"])
+        assert load == ({10: 91, 11: 8} if pod == 2 else {9: 2, 10: 98})
+
+
+def test_an_owner_that_is_refused_harms_no_other():
+    """Its racks differ, so all are placed together, but for the one whose rack is unknown."""
+    cluster = many(5, [2, 3, 4, 5, 6]).with_node(Node("stray", "stray"))
+    rules = Rules(2, 1, (Level("rack", required=True),))
+    with pytest.raises(TopologyError, match="owner stray: level rack is required"):
+        place(cluster, "stray", rules)
+    named = [node.name for node in cluster.nodes if node.name != "stray"]
+    held = Counter(name for owner in named for name in place(cluster, owner, rules).nodes)
+    assert [held[name] for name in named] == [3] * 20
+    after = place(cluster, named[0], rules, {place(cluster, named[0], rules).nodes[0]})
+    assert len(after.nodes) == 3
 
 
 def test_groups_hold_each_others_shards_and_nobody_elses():
