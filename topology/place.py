@@ -26,6 +26,7 @@ labelled ones do not suffice. Policies that ignore domains (ring, random) say so
 from __future__ import annotations
 
 from collections.abc import Set
+from contextlib import suppress
 from functools import cached_property
 
 from topology.balance import balance
@@ -235,7 +236,7 @@ class _Book:
         fair = -(-sum(load) // max(1, len(hands) - len(self.shut)))
         kept = list(hands)
         for start, old in enumerate(hands):
-            if self.shut.isdisjoint(old.nodes):
+            if old.nodes and self.shut.isdisjoint(old.nodes):  # none: refused, maybe no more now
                 continue
             hand, target = self._new_hand(start)
             for at in old.nodes:
@@ -251,17 +252,16 @@ class _Book:
 
         Its caps are those of the rules, wider only where these cannot be met.
         """
-        try:
-            if self._key(start) in self.refused:
-                return Hand(self.ground, start, self.rules, ()), 0
-            ask, caps = self._decide(start)
-        except TopologyError:
-            return Hand(self.ground, start, self.rules, ()), 0
-        most = self.rules.most
-        own = most if self.rules.m else 0
-        wide = tuple([Caps(max(c.other, most), max(c.own, own), c.unlabelled) for c in caps])
+        target, wide = 0, (Caps(0, 0, 0),) * len(self.rules.spread)
+        if self._key(start) not in self.refused:
+            with suppress(TopologyError):
+                ask, caps = self._decide(start)
+                most = self.rules.most
+                own = most if self.rules.m else 0
+                wide = tuple(Caps(max(c.other, most), max(c.own, own), c.unlabelled) for c in caps)
+                target = ask.target
         blind = self.policy.name in BLIND
-        return Hand(self.ground, start, self.rules, () if blind else wide), ask.target
+        return Hand(self.ground, start, self.rules, () if blind else wide), target
 
     def _filled(self, start: int, hand: Hand, target: int, load: list[int], fair: int) -> Hand:
         """``hand`` with its missing shards on the nearest nodes, first those below ``fair``."""

@@ -211,13 +211,16 @@ def test_loads_are_as_level_as_the_rules_allow():
         assert load == ({10: 91, 11: 8} if pod == 2 else {9: 2, 10: 98})
 
 
-def test_an_owner_that_is_refused_harms_no_other():
-    """Its racks differ, so all are placed together, but for the one whose rack is unknown."""
-    cluster = many(5, [2, 3, 4, 5, 6]).with_node(Node("stray", "stray"))
+def test_owners_that_are_refused_harm_no_other():
+    """Racks differ, so all owners are placed together, but for those whose rack is unknown."""
+    known = many(5, [2, 3, 4, 5, 6])
+    strays = tuple(Node(f"stray{i}", f"stray{i}") for i in range(8))
+    cluster = Cluster((*known.nodes, *strays))
+    assert cluster.ring[0].startswith("stray")
     rules = Rules(2, 1, (Level("rack", required=True),))
-    with pytest.raises(TopologyError, match="owner stray: level rack is required"):
-        place(cluster, "stray", rules)
-    named = [node.name for node in cluster.nodes if node.name != "stray"]
+    with pytest.raises(TopologyError, match="owner stray0: level rack is required"):
+        place(cluster, "stray0", rules)
+    named = [node.name for node in known.nodes]
     held = Counter(name for owner in named for name in place(cluster, owner, rules).nodes)
     assert [held[name] for name in named] == [3] * 20
     after = place(cluster, named[0], rules, {place(cluster, named[0], rules).nodes[0]})
