@@ -33,6 +33,7 @@ from simulations.world.contents import (
     content,
     find,
     gains,
+    in_store,
     whole_files,
 )
 from simulations.world.lives import Life, Lives
@@ -342,7 +343,8 @@ class Checkers:
         """Ranks whose right bytes cannot be had from memory, nor from the object store."""
         attempt, bucket = kept.commit.attempt, self.cluster.bucket
         lost = [rank for f in self.find(kept, without) for rank in f.lost_ranks]
-        if bucket is not None and attempt.key in self.offloaded:
+        stored = self.offloaded.get(attempt.key)
+        if lost and bucket is not None and stored and in_store(stored, kept, bucket.objects):
             whole = set(bucket.objects.values())
             wanted = {k: content(k, attempt.step, kept.snapshots.writer) for k in lost}
             lost = [rank for rank in lost if wanted[rank] not in whole]

@@ -10,6 +10,7 @@ bytes that were compared, whatever any record says of them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -252,6 +253,12 @@ def find_share(
             where = found.slots if record.kind is r.FileKind.SLOT else found.shards
             where.setdefault(record.part, []).append(node)
     return found
+
+
+def in_store(offloaded: r.Offloaded, kept: Kept, objects: Mapping[str, bytes]) -> bool:
+    """Has the object store the manifests that tell what its bytes are: the step's, the shares'?"""
+    wanted = {offloaded.manifest_digest, *(s.manifest_digest for s in kept.snapshots.shares)}
+    return wanted <= {hashlib.sha256(data).hexdigest() for data in objects.values()}
 
 
 def gains(kept: Kept, record: r.FileRecord, shelf: Shelf) -> Found | None:
