@@ -128,6 +128,15 @@ class Config:
     )
     every_low_s: float = _setting(1.0, "never save more often, whatever it costs", 0.01)
     every_high_s: float = _setting(1800.0, "nor less often: what a failure may cost", 0.01)
+    deep_share_prior: float = _setting(
+        0.01, "of all failures, those that peers cannot recover (Minder: 1 % hit many nodes)", 0, 1
+    )
+    offload_low_s: float = _setting(
+        600.0, "nor to the store more often: it has other costs than time", 0.01
+    )
+    offload_high_s: float = _setting(
+        21600.0, "nor less often: what a failure beyond RAM may cost", 0.01
+    )
 
     # sizes
     chunk_bytes: int = _setting(256 * 1024, "unit of CRC32C and of repair", 512, 512 * 1024)
@@ -233,10 +242,10 @@ def resolve(
         raise ConfigError(
             f"keepalive_s: {config.keepalive_s}, needs at most half of lease_s ({config.lease_s})"
         )
-    if config.every_low_s > config.every_high_s:
-        raise ConfigError(
-            f"every_low_s: {config.every_low_s}, needs at most every_high_s ({config.every_high_s})"
-        )
+    for tier in ("every", "offload"):
+        low, high = getattr(config, f"{tier}_low_s"), getattr(config, f"{tier}_high_s")
+        if low > high:
+            raise ConfigError(f"{tier}_low_s: {low}, needs at most {tier}_high_s ({high})")
     if config.commit_delay_low_s > config.commit_delay_high_s:
         raise ConfigError(
             f"commit_delay_low_s: {config.commit_delay_low_s}, needs at most "

@@ -354,6 +354,8 @@ class Commit(Record, frozen=True):
     degraded: tuple[str, ...] = ()
     number: int = 0
     """Counts the job's commits, so that "every Nth" is the same for all agents."""
+    offload_every: int = 0
+    """N of it for this commit, as the schedule had it then; 0: the agents' setting."""
 
 
 class Retired(Record, frozen=True):
@@ -459,6 +461,8 @@ class Decision(Record, frozen=True):
     commit: Commit | None = None
     lineage: str = ""
     base: Base | None = None
+    stored: bool = False
+    """RAM alone could not prove the step: bytes are to come from the object store."""
 
 
 class NodeReport(Record, frozen=True):
@@ -553,6 +557,8 @@ class Schedule(Record, frozen=True):
     ``extra``: steps that are saved beside the plan. ``last``: saved, and after it training is to
     end; None: not agreed. What was stays in it, so that a rank which heard late can tell what the
     others did. ``version`` 0 is what the hook was told, and stands in no ledger.
+    ``offload_every``: every Nth of the commits to come goes to the object store; 0: as the agents
+    are set.
     """
 
     generation: int
@@ -562,6 +568,7 @@ class Schedule(Record, frozen=True):
     last: int | None = None
     by: str = ""
     reason: str = ""
+    offload_every: int = 0
 
     def __post_init__(self) -> None:
         starts = [start for start, _ in self.plan]
@@ -570,6 +577,8 @@ class Schedule(Record, frozen=True):
                 f"schedule plan {self.plan}: needs pairs (from step, every) in ascending order, "
                 "every 1 or more"
             )
+        if self.offload_every < 0:
+            raise UsageError(f"schedule: offload_every {self.offload_every}, needs 0 or more")
 
 
 class Progress(Record, frozen=True):

@@ -154,6 +154,7 @@ async def _put(ctx: JobContext, roster: Roster, number: int, finding: Finding) -
         commit=finding.commit,
         lineage=lineage,
         base=base,
+        stored=finding.stored,
     )
     key = ctx.keys.decision(generation, number)
     puts = [Put(key, pack(decision))]

@@ -99,6 +99,8 @@ class Steps:
 
     idle_s: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     busy_s: deque[float] = field(default_factory=lambda: deque(maxlen=15))
+    upload_s: deque[float] = field(default_factory=lambda: deque(maxlen=15))
+    """Those beside uploads to the object store, whatever the level was."""
 
 
 @dataclass(frozen=True)
@@ -142,25 +144,25 @@ def decide_level(level: float, verdicts: Mapping[str, Verdict]) -> tuple[float, 
 class Clock:
     """How long bytes have been on their way here, looked at now and then."""
 
+    busy_s: float = 0.0
     _seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=1200))
     _at: float | None = None
-    _busy_s: float = 0.0
 
     def advance(self, now: float, busy: bool) -> None:
         """So it was since the last call."""
         if self._at is not None and busy:
-            self._busy_s += now - self._at
+            self.busy_s += now - self._at
         self._at = now
 
     def look(self, now: float) -> None:
         """Remember where it stands; then `busy_part` can tell of a time that began here."""
-        self._seen.append((now, self._busy_s))
+        self._seen.append((now, self.busy_s))
 
     def busy_part(self, now: float, window_s: float) -> float | None:
         """For which part of the last seconds, or a little more; None: not known so far back."""
         for at, busy_s in reversed(self._seen):
             if at <= now - window_s:
-                return (self._busy_s - busy_s) / (now - at)
+                return (self.busy_s - busy_s) / (now - at)
         return None
 
 
@@ -177,6 +179,7 @@ class Governing:
     _loads: list[Load] = field(default_factory=list)
     _pace: Pace = field(default_factory=Pace)
     _clock: Clock = field(default_factory=Clock)
+    _uploads: Clock = field(default_factory=Clock)
     _steps: dict[str, Steps] = field(default_factory=dict)
     _told: dict[str, tuple[int, int]] = field(default_factory=dict)
     _changed_at: float = 0.0
@@ -224,6 +227,8 @@ class Governing:
     def _advance(self) -> None:
         now = asyncio.get_running_loop().time()
         self._clock.advance(now, bool(self._loads))
+        uploads = any(load.traffic is Traffic.OFFLOAD for load in self._loads)
+        self._uploads.advance(now, uploads)
 
     def _apply(self) -> None:
         """Let the rates be those that are right now."""
@@ -249,6 +254,7 @@ class Governing:
         for job, progress in told.items():
             self._learn(job, progress, now)
         self._clock.look(now)
+        self._uploads.look(now)
         for job in self._steps.keys() - told.keys():
             del self._steps[job]
             self._told.pop(job, None)
@@ -271,7 +277,10 @@ class Governing:
         known, self._told[job] = self._told.get(job), at
         if known is not None and known[0] != at[0]:
             self._steps[job] = steps = Steps()  # another launch, perhaps of another shape
-        busy = self._clock.busy_part(now, progress.last_s + LOOK_EVERY_S)
+        span_s = progress.last_s + LOOK_EVERY_S
+        busy = self._clock.busy_part(now, span_s)
+        if (self._uploads.busy_part(now, span_s) or 0.0) >= BUSY_PART:
+            steps.upload_s.append(progress.last_s)
         if busy == 0:
             steps.idle_s.append(progress.last_s)
         elif busy is not None and busy >= BUSY_PART:
@@ -292,6 +301,21 @@ class Governing:
             "rates_bytes_s": {kind.value: round(rate) for kind, rate in self.rates.items()},
             "why": self.why,
         }
+
+    # -- what uploads cost ------------------------------------------------------------------------
+
+    @property
+    def uploading_s(self) -> float:
+        """So long bytes were on their way to the object store, as far as they are over."""
+        return self._uploads.busy_s
+
+    def upload_slowdown(self, job: str) -> float | None:
+        """The part of a job's time that is lost while they are, by the medians of its steps here;
+        None: too few were seen of either kind."""
+        steps = self._steps.get(job, Steps())
+        if len(steps.idle_s) < IDLE_LEAST or len(steps.upload_s) < BUSY_LEAST:
+            return None
+        return max(0.0, 1 - median(steps.idle_s) / median(steps.upload_s))
 
 
 class Governed:

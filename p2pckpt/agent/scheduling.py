@@ -2,7 +2,7 @@
 
     wish -> amend -> compare-and-swap on schedule/GEN -> every agent's mirror -> every rank's board
 
-An interval that is tuned, the last step before a preemption, an operator's extra step: all are
+Intervals that are tuned, the last step before a preemption, an operator's extra step: all are
 wishes, and all go through `wish`. Each agent judges by what its own ranks told (`Progress`), so one
 that has no rank of the job here cannot wish. Two who wish at once: one wins, the other judges again
 what stands then.
@@ -15,29 +15,25 @@ its hook was told until it asks again. Nothing here is waited for by a rank's st
 from __future__ import annotations
 
 import hashlib
-import math
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 from typing import Any
 
 from p2pckpt import records as r
 from p2pckpt.agent.context import JobContext
+from p2pckpt.agent.tuning import Seen, Tuning, look
 from p2pckpt.board import PAGE_BYTES, Board
-from p2pckpt.config import Config
 from p2pckpt.errors import CheckpointError, LedgerUnavailable, NoRoom, UsageError
 from p2pckpt.jobstate import JobState
 from p2pckpt.ports import Put, Region, TrainerId, Txn, absent, value_is
 from p2pckpt.save.due import Wish, amend, first_schedule, steps_ahead
-from p2pckpt.save.schedule import Interval, Tier, decide_schedule, failure_rate
 from p2pckpt.wire import pack
 
 TRIES = 5
 """Of one wish, when others change the schedule at the same time."""
 
 RETUNE_SAVES = 5
-"""Commits between two changes of an interval that is chosen here: costs are medians of as many."""
+"""Commits between two changes of what is chosen here: costs are medians of as many."""
 
 
 @dataclass(frozen=True)
@@ -47,35 +43,6 @@ class Page:
     file: str
     generation: int
     board: Board
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What the ranks here told, put together: the farthest step, the shortest iteration, the
-    longest block. ``step_s`` 0: no rank has asked twice yet."""
-
-    step: int
-    stride: int
-    every: int
-    auto: bool
-    step_s: float
-    block_s: float
-    restore_s: float
-
-
-def look(told: list[r.Progress]) -> Seen | None:
-    """Of one generation's ranks; None if none told anything."""
-    if not told:
-        return None
-    return Seen(
-        step=max(p.step for p in told),
-        stride=max(p.stride for p in told),
-        every=told[0].every,
-        auto=all(p.auto for p in told),
-        step_s=min(p.step_s for p in told),
-        block_s=max(p.block_s for p in told),
-        restore_s=max(p.restore_s for p in told),
-    )
 
 
 def board_name(job: str, trainer: TrainerId) -> str:
@@ -95,34 +62,13 @@ def amend_txn(state: JobState, old: r.Schedule, new: r.Schedule) -> Txn:
     return Txn(compares, (Put(key, pack(new)),))
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What the interval is chosen by: seconds, and failures a second of the whole job."""
-
-    step_s: float
-    block_s: float
-    settle_s: float
-    failures_per_s: float
-
-
-def decide_every(costs: Costs, every: int, config: Config) -> tuple[int, Interval]:
-    """Steps between saves for these costs, and the interval they come from; `every` itself if that
-    is as good: within the flat valley around the best."""
-    tier = Tier(costs.block_s, costs.settle_s, config.every_low_s, config.every_high_s)
-    found = decide_schedule(tier, None, costs.failures_per_s, 0.0).ram
-    low, high = found.flat_s
-    if low <= every * costs.step_s <= high:
-        return every, found
-    return max(1, math.ceil(low / costs.step_s), round(found.interval_s / costs.step_s)), found
-
-
 class Scheduling:
     """Boards, wishes and the choice of the interval, of one job on this node."""
 
     def __init__(self, ctx: JobContext) -> None:
         self.ctx = ctx
         self.pages: dict[TrainerId, Page] = {}
-        self.tuning = Tuning()
+        self.tuning = Tuning(ctx)
 
     # -- boards -----------------------------------------------------------------------------------
 
@@ -178,14 +124,14 @@ class Scheduling:
         while True:
             await self.ctx.until(self._has_news, None)
             self._post()
-            if self.tuning.settled(self.ctx) and self._leads():
+            if self.tuning.learn() and self._leads():
                 try:
                     await self._tune()
                 except CheckpointError as e:
                     self.ctx.note("tune_later", why=str(e))
 
     def _has_news(self) -> bool:
-        return any(map(self._is_news, self.pages.values())) or self.tuning.has_settled(self.ctx)
+        return any(map(self._is_news, self.pages.values())) or self.tuning.has_news()
 
     def slot_done(self, attempt: r.Attempt) -> None:
         """A rank here is done with its part: from now on the save settles without it."""
@@ -253,17 +199,19 @@ class Scheduling:
         return self.ctx.roster is not None and self.ctx.roster.leads(self.ctx.home.node)
 
     async def _tune(self) -> None:
-        """Choose the interval anew, if the hook left it to us and something was learned."""
+        """Choose both intervals anew, if the hook left it to us and something was learned."""
         seen, generation = self.seen(), self.ctx.state.generation
         if seen is None or generation is None or not seen.auto or not seen.step_s:
             return
         every = self.standing(generation.number, seen.every).plan[-1][1]
-        costs = self.tuning.costs(seen, self.ctx)
-        steps, self.tuning.interval = decide_every(costs, every, self.ctx.home.config)
-        if steps == every or (self.tuning.changed and self.tuning.since_change < RETUNE_SAVES):
+        chosen, saves = self.tuning.choose(seen, every), self.tuning.offload_every
+        found = chosen.schedule
+        same = (found.every, found.offload_every) == (every, saves)
+        if same or (self.tuning.changed and self.tuning.since_change < RETUNE_SAVES):
             return
-        reason = f"every {steps} steps: {self.tuning.interval.reason}"
-        await self.wish(Wish(every=steps, by=self.ctx.home.node, reason=reason))
+        offload = found.offload_every if found.offload_every != saves else None
+        by, reason = self.ctx.home.node, chosen.reason
+        await self.wish(Wish(every=found.every, offload_every=offload, by=by, reason=reason))
         self.tuning.changed, self.tuning.since_change = True, 0
 
     def facts(self) -> dict[str, Any] | None:
@@ -276,7 +224,7 @@ class Scheduling:
             known = first_schedule(generation.number, seen.every)
         if known is None:
             return None
-        interval = self.tuning.interval
+        decides = bool(seen and seen.auto and self._leads())
         return {
             "every": known.plan[-1][1],
             "from_step": known.plan[-1][0],
@@ -286,56 +234,13 @@ class Scheduling:
             "by": known.by,
             "reason": known.reason,
             "auto": seen.auto if seen else None,
+            "decides": decides,
             "step": seen.step if seen else None,
             "step_s": seen.step_s if seen else None,
             "block_s": seen.block_s if seen else None,
             "restore_s": seen.restore_s if seen else None,
-            "settle_s": self.tuning.settle_s,
-            "why": interval.reason if interval else None,
-            "as_good_s": list(interval.flat_s) if interval else None,
+            **self.tuning.facts(decides),
         }
-
-
-@dataclass
-class Tuning:
-    """What this agent learned of the job's saves and failures; lost with the agent's process."""
-
-    begun: dict[r.Attempt, float] = field(default_factory=dict)
-    settles_s: deque[float] = field(default_factory=lambda: deque(maxlen=RETUNE_SAVES))
-    interval: Interval | None = None
-    changed: bool = False
-    since_change: int = 0
-    first: tuple[float, int] | None = None
-    """When this agent saw the job first, and the generation then."""
-
-    @property
-    def settle_s(self) -> float:
-        """From a save's last byte to its commit; 0 while none is known."""
-        return median(self.settles_s) if self.settles_s else 0.0
-
-    def has_settled(self, ctx: JobContext) -> bool:
-        """Is a save of ours over?"""
-        return any(map(ctx.decided, self.begun))
-
-    def settled(self, ctx: JobContext) -> bool:
-        """Take note of saves that are over. Was one committed?"""
-        commits = 0
-        for attempt in [a for a in self.begun if ctx.decided(a)]:
-            begun = self.begun.pop(attempt)
-            if ctx.state.committed(attempt) is not None:
-                self.settles_s.append(ctx.home.now() - begun)
-                commits += 1
-        self.since_change += commits
-        return commits > 0
-
-    def costs(self, seen: Seen, ctx: JobContext) -> Costs:
-        """A failure is a generation that followed another one while this agent looked on."""
-        now = ctx.home.now()
-        number = ctx.state.generation.number if ctx.state.generation else 0
-        self.first = self.first or (now, number)
-        prior_s = ctx.home.config.mtbf_prior_s
-        rate = failure_rate(1 / prior_s, prior_s, number - self.first[1], now - self.first[0])
-        return Costs(seen.step_s, seen.block_s, self.settle_s, rate)
 
 
 async def make_wish(

@@ -168,15 +168,28 @@ def _text(document: dict[str, Any]) -> str:
 
 
 def _schedule(schedule: dict[str, Any]) -> list[str]:
-    """Which steps are saved, and why."""
-    lines = [f"saves every {plural(schedule['every'], 'step')}"]
-    if schedule["auto"]:
-        lines[0] += f" (chosen: {schedule['why'] or 'nothing is known yet of what a save costs'})"
+    """Which steps are saved, and which of them go to S3, and why."""
+    lines = [f"saves every {plural(schedule['every'], 'step')}{_chosen_for(schedule, schedule)}"]
+    if store := schedule["store"]:
+        often = "every save" if store["every"] == 1 else f"one of {store['every']} saves"
+        lines.append(f"{often} goes to S3{_chosen_for(schedule, store)}")
     if (extra := schedule["extra"]) is not None:
         lines.append(f"extra step {extra}: {schedule['reason']}")
     if (last := schedule["last"]) is not None:
         lines.append(f"step {last} is the LAST: {schedule['reason']}")
     return lines
+
+
+def _chosen_for(schedule: dict[str, Any], tier: dict[str, Any]) -> str:
+    """Why an interval is what it is, where agents choose it, and which would be as good."""
+    if not schedule["auto"]:
+        return ""
+    if not schedule["decides"]:
+        return " (chosen; the agent of rank 0 says why)"
+    if tier["why"] is None:
+        return " (to be chosen; nothing is known yet of what a save costs)"
+    low_s, high_s = tier["as_good_s"]
+    return f" (chosen: {tier['why']}; as good: {low_s:.4g} to {high_s:.4g} s)"
 
 
 def _gap(gap: dict[str, Any]) -> str:

@@ -71,11 +71,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class Finding:
-    """``choice`` None: wait for what ``reason`` names."""
+    """``choice`` None: wait for what ``reason`` names. ``stored``: RAM alone cannot prove the
+    commit, the object store has what is missing."""
 
     choice: r.Choice | None
     reason: str
     commit: r.Commit | None = None
+    stored: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,9 @@ def decide_restore(facts: Facts, step: int | None, world_size: int) -> Finding:
         why = unprovable(commit, facts)
         if not why:
             passed = f"; newer ones are not provable: {'; '.join(reasons)}" if reasons else ""
-            return Finding(
-                r.Choice.RESTORE, f"step {commit.attempt.step} is provable{passed}", commit
-            )
+            stored = facts.bucket is not None and commit.attempt.key in facts.bucket.steps
+            reason = f"step {commit.attempt.step} is provable{passed}"
+            return Finding(r.Choice.RESTORE, reason, commit, stored)
         reasons += why
         if facts.patient:
             return Finding(None, "; ".join(why[:3]))

@@ -110,10 +110,13 @@ def commit_txn(
     """COMMIT, if nothing of what was judged has changed.
 
     ``state`` gives ledger id and generation revision as the attempt's writer knows them. Raises
-    StaleGenerationError if it knows of a newer generation than the attempt's.
+    StaleGenerationError if it knows of a newer generation than the attempt's. The commit says
+    itself by which N it is due for the object store: so a changed schedule is about later commits
+    only, and all agents agree on this one, whatever they know of the change.
     """
     assert state.generation is not None
     keys, before = state.keys, state.latest()
+    schedule = state.schedules.get(attempt.generation)
     record = r.Commit(
         attempt=attempt,
         lineage=outcome.lineage,
@@ -122,6 +125,7 @@ def commit_txn(
         groups=len(groups),
         degraded=outcome.degraded,
         number=before.number + 1 if before else 1,
+        offload_every=schedule.offload_every if schedule else 0,
     )
     return Txn(
         compares=(

@@ -39,15 +39,19 @@ MEDIAN_OF = 15
 REMEMBERED = 256
 """Asked steps whose answers are known, to find which were wrong when news is late."""
 
-MAX_REASON = 300
-"""Bytes."""
+MAX_REASON = 400
+"""Bytes, of a packed schedule, too: none of a reason's letters takes more there."""
+
+_ESCAPED = {ord('"'): "'", ord("\\"): "/"}
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What somebody wants of a schedule: another interval, an extra step, an end."""
+    """What somebody wants of a schedule: another interval, in RAM or in the object store (every so
+    manieth commit), an extra step, an end."""
 
     every: int | None = None
+    offload_every: int | None = None
     extra: bool = False
     last: bool = False
     by: str = ""
@@ -92,10 +96,12 @@ def amend(old: Schedule, wish: Wish, highest: int, ahead: int) -> Schedule:
     """The schedule with a wish in force from `highest + ahead`; `old` itself if nothing changes.
 
     An extra step that is still to come serves a second wish for one. The last step, once agreed,
-    stays: ranks may act on it already.
+    stays: ranks may act on it already. ``offload_every`` holds at once: no rank acts on it, and
+    each commit says by which it is judged.
     """
     at = highest + ahead
     plan, extra, last = old.plan, old.extra, old.last
+    offload = old.offload_every if wish.offload_every is None else wish.offload_every
     ended = last is not None and last <= at
     if wish.every not in (None, plan[-1][1]):
         kept = tuple((start, every) for start, every in plan if start < at)
@@ -104,7 +110,7 @@ def amend(old: Schedule, wish: Wish, highest: int, ahead: int) -> Schedule:
         extra = (*extra, at)[-MAX_EXTRA:]
     if wish.last and last is None:
         last = at
-    if (plan, extra, last) == (old.plan, old.extra, old.last):
+    if (plan, extra, last, offload) == (old.plan, old.extra, old.last, old.offload_every):
         return old
     return Schedule(
         old.generation,
@@ -113,8 +119,16 @@ def amend(old: Schedule, wish: Wish, highest: int, ahead: int) -> Schedule:
         extra,
         last,
         wish.by,
-        wish.reason.encode()[:MAX_REASON].decode(errors="ignore"),
+        fitting(wish.reason),
+        offload,
     )
+
+
+def fitting(reason: str) -> str:
+    """A reason as a schedule can have it: short, of letters that are packed as they are, so that
+    the record fits its cell of the board."""
+    plain = "".join(c if c.isprintable() else " " for c in reason).translate(_ESCAPED)
+    return plain.encode()[:MAX_REASON].decode(errors="ignore")
 
 
 @dataclass(frozen=True)

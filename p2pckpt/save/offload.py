@@ -1,10 +1,11 @@
 """Which committed steps go to the object store, under which names, and when they go away again.
 
-Every Nth commit is due. Each share's snapshots become one safetensors object a rank, its manifest
-one more; when all shares are reported, one job-level `checkpoint.json` is written, last; then the
-ledger records the step as offloaded. All names contain the ledger id, the attempt and the owner,
-and all contents are fixed by the attempt's records: two writers that both believe to be the one
-write the same bytes, so it does not matter who wins (delta-io/delta-rs#4433 is what happens else).
+Every Nth commit is due, by the N that it names, else the agents' setting. Each share's snapshots
+become one safetensors object a rank, its manifest one more; when all shares are reported, one
+job-level `checkpoint.json` is written, last; then the ledger records the step as offloaded. All
+names contain the ledger id, the attempt and the owner, and all contents are fixed by the attempt's
+records: two writers that both believe to be the one write the same bytes, so it does not matter who
+wins (delta-io/delta-rs#4433 is what happens else).
 
     <job>/<ledger id>/<attempt>/<owner>/rank-<r>.safetensors
     <job>/<ledger id>/<attempt>/<owner>/manifest
@@ -83,11 +84,25 @@ def rank_name(attempt: r.Attempt, owner: str, rank: int) -> str:
 # -- which are due --------------------------------------------------------------------------------
 
 
+def every_in_force(state: JobState, every: int) -> int:
+    """Every so manieth commit from now on is due: by the present generation's schedule, else by
+    ``every``, an agent's setting. 0: none; what is off is not turned on by a schedule."""
+    schedule = state.schedules.get(state.generation.number) if state.generation else None
+    tuned = schedule.offload_every if schedule else 0
+    return (tuned or every) if every else 0
+
+
 def due(state: JobState, every: int) -> list[r.Commit]:
-    """Commits that are to be offloaded and are not, oldest first."""
+    """Commits that are to be offloaded and are not, oldest first.
+
+    A commit that names its N is judged by it for ever, so that a changed schedule makes no older
+    commit due, and lets none be given up half way. ``every``: an agent's setting, for the others;
+    0: nothing is due.
+    """
     if every < 1:
         return []
-    wanted = [c for c in state.commits.values() if c.number and c.number % every == 0]
+    commits = (c for c in state.commits.values() if c.number)
+    wanted = [c for c in commits if c.number % (c.offload_every or every) == 0]
     if not wanted:
         return []
     over = {*state.offloaded, *state.offload_retired, *state.offload_dropped}

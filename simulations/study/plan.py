@@ -58,14 +58,24 @@ class Plan:
     @property
     def overhead(self) -> float:
         """Share of time that saving, work done again and restore cost, to first order."""
-        rest = self.deep_share * self.store_s + (1 - self.deep_share) * self.single_s
-        return self.schedule.overhead + self.failures_per_s * rest
+        return self.schedule.overhead
 
     def pull_s(self, nodes: Sequence[int]) -> float:
         """Peers bring replaced ``nodes`` their bytes."""
         if len(nodes) == 1:
             return self.single_s
         return network.pull_s(self.links, self.fleet, self.pull_bytes, nodes)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a push, of an upload (and so of a restore from the store), of a restore from
+    peers; the share of failures too deep for RAM."""
+
+    push_s: float
+    upload_s: float
+    pull_s: float
+    deep_share: float
 
 
 def placed(fleet: Fleet, scheme: Scheme) -> Pieces:
@@ -95,7 +105,8 @@ def prepare(scenario: Scenario, scheme: Scheme) -> Plan:
     rebuild = network.push_s(links, fleet, each * (scheme.ram + (scheme.read if scheme.n else 0)))
     stages = _mean_incident_s(scenario)
     deep = deep_share(scenario, scheme, where, stages + rebuild)
-    schedule = schedule_of(scenario, scheme, (push, store, deep))
+    single = max(local, network.pull_s(links, fleet, each, (0,)))
+    schedule = schedule_of(scenario, scheme, Costs(push, store, single, deep))
     failures = _failures_per_s(scenario)
     saving = scenario.saving
     only_store = not scheme.memory
@@ -109,32 +120,31 @@ def prepare(scenario: Scenario, scheme: Scheme) -> Plan:
         return_wait_s=scenario.recovery.return_wait_s,
         evict_group=scenario.recovery.evict_group, check_s=scenario.recovery.check_s,
         failures_per_s=failures, deep_share=deep, schedule=schedule,
-        single_s=max(local, network.pull_s(links, fleet, each, (0,))),
+        single_s=single,
     )  # fmt: skip
 
 
-def schedule_of(scenario: Scenario, scheme: Scheme, costs: tuple[float, float, float]) -> Schedule:
-    """The product's decider on this scenario; an interval that is given bounds it from both sides.
+def schedule_of(scenario: Scenario, scheme: Scheme, costs: Costs) -> Schedule:
+    """The product's decider on this scenario; an interval that is given bounds it from both
+    sides."""
+    saving, rate, upload = scenario.saving, _failures_per_s(scenario), costs.upload_s
 
-    ``costs``: seconds of a push, of an upload, and the share of failures too deep for RAM.
-    """
-    push, upload, deep = costs
-    saving, rate = scenario.saving, _failures_per_s(scenario)
-
-    def tier(block: float, settle: float, given: float, bounds: tuple[float, float]) -> Tier:
+    def tier(times: tuple[float, float, float], given: float, bounds: tuple[float, float]) -> Tier:
+        block, settle, restore = times
         low, high = (given, given) if given else bounds
-        return Tier(block, settle, low, high)
+        return Tier(block, settle, low, high, restore)
 
     slow = (saving.s3_low_s, saving.s3_high_s)
     if not scheme.memory:
-        return decide_schedule(
-            tier(saving.s3_only_stall_s, upload, saving.s3_only_interval_s, slow), None, rate, 0.0
-        )
+        times = (saving.s3_only_stall_s, upload, upload)
+        return decide_schedule(tier(times, saving.s3_only_interval_s, slow), None, rate, 0.0)
     store = None
     if scenario.links.s3_bytes_per_s:
-        store = tier(saving.s3_stall_s, push + upload, saving.s3_interval_s, slow)
-    ram = tier(saving.stall_s, push, saving.interval_s, (saving.low_s, saving.high_s))
-    return decide_schedule(ram, store, rate, deep)
+        times = (saving.s3_stall_s, costs.push_s + upload, upload)
+        store = tier(times, saving.s3_interval_s, slow)
+    times = (saving.stall_s, costs.push_s, costs.pull_s)
+    ram = tier(times, saving.interval_s, (saving.low_s, saving.high_s))
+    return decide_schedule(ram, store, rate, costs.deep_share)
 
 
 def _failures_per_s(scenario: Scenario) -> float:

@@ -12,7 +12,7 @@ from stage import ABORT, COMMIT, JOB, now, play, until
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.scheduling import Costs, decide_every
+from p2pckpt.agent.tuning import Cost, Costs, decide_intervals
 from p2pckpt.board import PAGE_BYTES, Board
 from p2pckpt.config import Config
 from p2pckpt.errors import AgentUnreachable, CheckpointError
@@ -300,19 +300,35 @@ def test_a_rank_without_room_for_a_board_trains_and_asks_again():
 # -- the interval ----------------------------------------------------------------------------------
 
 
+def costs(step_s, block_s, settle_s, failures_per_s, store=None):
+    return Costs(step_s, Cost(block_s, settle_s), store, failures_per_s, 0.1)
+
+
 def test_the_interval_follows_the_costs_and_the_bounds():
-    config = Config()
-    costs = Costs(step_s=1.0, block_s=2.0, settle_s=3.0, failures_per_s=1 / 10_000)
-    steps, interval = decide_every(costs, 20, config)
-    assert 180 < steps < 220, "Young: sqrt(2 * 2 * 10000) = 200 s"
-    assert "Daly" in interval.reason
-    assert decide_every(costs, 150, config)[0] == 150, "as good: left alone"
-    rare = Costs(1.0, 2.0, 3.0, 0.0)
-    assert decide_every(rare, 20, config)[0] == 1800
-    slow = Costs(0.1, 0.0, 30.0, 1.0)
-    assert decide_every(slow, 20, config)[0] == 300, "a save that settles for 30 s"
-    long = Costs(100.0, 0.0, 0.0, 1.0)
-    assert decide_every(long, 1, config)[0] == 1
+    def every(costs, now):
+        return decide_intervals(costs, now, 0, Config()).schedule.every
+
+    young = costs(1.0, 2.0, 3.0, 1 / 10_000)
+    assert 180 < every(young, 20) < 220, "Young: sqrt(2 * 2 * 10000) = 200 s"
+    assert "Daly" in decide_intervals(young, 20, 0, Config()).reason
+    assert every(young, 150) == 150, "as good: left alone"
+    assert every(costs(1.0, 2.0, 3.0, 0.0), 20) == 1800
+    assert every(costs(0.1, 0.0, 30.0, 1.0), 20) == 300, "a save that settles for 30 s"
+    assert every(costs(100.0, 0.0, 0.0, 1.0), 1) == 1
+
+
+def test_both_intervals_come_from_one_decision_which_says_what_is_not_known():
+    known = costs(1.0, 2.0, 3.0, 1 / 10_000, Cost(30.0, 120.0, 60.0))
+    found = decide_intervals(known, 20, 1, Config())
+    interval_s = found.schedule.offload_every * found.schedule.every
+    assert 2100 < interval_s < 2800, "Young: sqrt(2 * 30 * 100000) = 2450 s"
+    assert found.reason.count("Daly") == 2
+    assert "not known" not in found.reason
+    unknown = costs(1.0, 2.0, 3.0, 1 / 10_000, Cost(None, 0.0))
+    found = decide_intervals(unknown, 150, 1, Config())
+    assert (found.schedule.every, found.schedule.offload_every) == (150, 4), "600 s, the bound"
+    assert "lower bound; what uploads slow is not known yet" in found.reason
+    assert decide_intervals(unknown, 150, 9, Config()).schedule.offload_every == 9, "as good"
 
 
 def test_auto_chooses_an_interval_and_says_why():

@@ -19,6 +19,7 @@ from p2pckpt.save.due import (
     amend,
     every_at,
     first_schedule,
+    fitting,
     is_due,
     steps_ahead,
 )
@@ -52,6 +53,23 @@ def test_an_extra_step_is_saved_once_and_serves_all_who_want_one():
     assert due_steps(new) == [100, 115, 200, 300]
     assert amend(new, Wish(extra=True), 114, 4) is new
     assert amend(new, Wish(extra=True), 115, 4).extra == (115, 119)
+
+
+def test_uploads_change_at_once_and_touch_no_step_that_is_saved():
+    old = amend(first_schedule(1, 20), Wish(every=50), 100, 5)
+    new = amend(old, Wish(offload_every=7, by="n0", reason="cheap"), 300, 5)
+    assert (new.offload_every, new.version, new.reason) == (7, 2, "cheap")
+    assert (new.plan, new.extra, new.last) == (old.plan, old.extra, old.last)
+    assert amend(new, Wish(offload_every=7), 400, 5) is new
+    both = amend(new, Wish(every=60, offload_every=3), 400, 5)
+    assert (both.plan[-1], both.offload_every, both.version) == ((405, 60), 3, 3)
+    assert amend(both, Wish(extra=True), 500, 5).offload_every == 3, "other wishes leave it alone"
+    with pytest.raises(UsageError, match="offload_every -1"):
+        amend(old, Wish(offload_every=-1), 300, 5)
+
+
+def test_a_reason_loses_what_a_record_would_have_to_escape():
+    assert fitting('a "b"\\c\nd\ud800€') == "a 'b'/c d €"
 
 
 def test_the_last_step_is_agreed_once():
@@ -91,7 +109,12 @@ def test_news_gets_its_time_in_steps():
     st.lists(
         st.tuples(
             st.sampled_from(
-                [Wish(extra=True), Wish(last=True), *(Wish(every=n) for n in (1, 3, 7))]
+                [
+                    Wish(extra=True),
+                    Wish(last=True),
+                    *(Wish(every=n) for n in (1, 3, 7)),
+                    *(Wish(offload_every=n) for n in (1, 4)),
+                ]
             ),
             st.integers(0, 60),
             st.integers(2, 20),
@@ -118,11 +141,11 @@ def test_no_change_touches_what_a_rank_may_have_acted_on(wishes):
 
 
 @settings(deadline=None)
-@given(st.text(max_size=2000))
+@given(st.text(max_size=2000) | st.text('\x00\n"\\', min_size=400, max_size=500))
 def test_any_reason_fits_the_board(reason):
     schedule = first_schedule(10**9, 10**6)
     for step in range(0, 200, 10):
-        wish = Wish(every=10**6 + step + 1, extra=True, by="n" * 63, reason=reason)
+        wish = Wish(10**6 + step + 1, 10**6 + step, extra=True, by="n" * 63, reason=reason)
         schedule = amend(schedule, wish, 10**12 + step, 3)
     schedule = amend(schedule, Wish(last=True, by="n" * 63, reason=reason), 10**13, 3)
     assert len(schedule.reason.encode()) <= MAX_REASON

@@ -199,3 +199,44 @@ def test_what_goes_through_the_door_is_under_way_until_it_is_over():
         assert governing.rates == {}
 
     play(story)
+
+
+# -- uploads ---------------------------------------------------------------------------------------
+
+
+def test_what_uploads_slow_is_told_by_the_steps_beside_them():
+    """Steps take 1 s, and 1.25 s beside an upload: a fifth of that time is lost. Repair beside no
+    upload, which slows more, says nothing of uploads; nor do uploads that no step was seen beside.
+    """
+    slow = {"by": 1.0}
+
+    async def story(governing, _):
+        assert governing.upload_slowdown("job") is None
+        await asyncio.sleep(20)
+        assert governing.upload_slowdown("job") is None, "no upload was seen"
+        slow["by"] = 3.0
+        with governing.moving(Traffic.REPAIR):
+            await asyncio.sleep(30)
+        assert governing.uploading_s == 0
+        slow["by"] = 1.0
+        await asyncio.sleep(60)
+        slow["by"] = 1.25
+        with governing.moving(Traffic.OFFLOAD):
+            await asyncio.sleep(30)
+        slow["by"] = 1.0
+        await asyncio.sleep(20)
+        assert governing.uploading_s == pytest.approx(30)
+        assert governing.upload_slowdown("job") == pytest.approx(0.2, abs=0.02)
+        assert governing.upload_slowdown("another") is None
+
+    play(story, slow=lambda rate: slow["by"])
+
+
+def test_uploads_that_slow_nothing_cost_nothing():
+    async def story(governing, _):
+        await asyncio.sleep(20)
+        with governing.moving(Traffic.OFFLOAD):
+            await asyncio.sleep(30)
+        assert governing.upload_slowdown("job") == pytest.approx(0.0, abs=1e-6)
+
+    play(story)

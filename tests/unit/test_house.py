@@ -91,7 +91,7 @@ AGENT_ORDER = [
     {"home", "roster"},
     {"context"},
     {"gather", "bucket", "installing", "living", "polling"},
-    {"deciding"},
+    {"deciding", "tuning"},
     {"closing", "bringing", "settling", "rereading"},
     {
         "saving",

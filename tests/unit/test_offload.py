@@ -28,6 +28,7 @@ from p2pckpt.save.offload import (
     drop_txn,
     due,
     encode_checkpoint,
+    every_in_force,
     held_back,
     incomplete,
     manifest_name,
@@ -91,6 +92,47 @@ def test_a_commit_counts_on_from_the_one_before_it():
     outcome = r.Outcome(attempt=of, verdict=r.Verdict.COMMIT, by="n0", lineage="L1")
     assert book.does(commit_txn(book.state(), of, entries, outcome))
     assert book.state().commits["L1", 11].number == 8
+
+
+def tune(book, every, generation=1):
+    """The schedule says so; the commits of the generation name it from now on."""
+    book.put(KEYS.schedule(generation), r.Schedule(generation, 1, ((0, 5),), offload_every=every))
+
+
+def test_a_commit_names_the_n_of_its_time_and_is_judged_by_it_for_ever():
+    """Commits 1 to 4 under the agents' 2, 5 to 9 under a tuned 3, 10 to 12 under 4: what a change
+    finds in RAM, due or not, stays so."""
+    from p2pckpt.save.commit import commit_txn
+
+    book, named = OffloadBook(), []
+    for step in range(1, 13):
+        if step in (5, 10):
+            before = book.dues()
+            tune(book, 3 if step == 5 else 4)
+            assert book.dues() == before
+        of = attempt(step, step)
+        entries = book.groups(of, group_record(of, 0, share("n0", range(4), ("s",))))
+        outcome = r.Outcome(attempt=of, verdict=r.Verdict.COMMIT, by="n0", lineage="L1")
+        assert book.does(commit_txn(book.state(), of, entries, outcome))
+        named.append(book.state().commits["L1", step].offload_every)
+    assert named == [0] * 4 + [3] * 5 + [4] * 3
+    assert book.dues() == [2, 4, 6, 9, 12]
+    assert book.dues(every=1) == [1, 2, 3, 4, 6, 9, 12], "an agent's setting is about the others"
+    assert book.dues(every=0) == [], "off is off"
+    held = held_back(book.state(), 2, 1)
+    assert held == {attempt(step, step).key for step in (2, 4, 6, 9)}
+
+
+def test_the_n_in_force_is_the_present_generations_or_the_agents():
+    book = OffloadBook()
+    assert every_in_force(book.state(), 2) == 2
+    tune(book, 0)
+    assert every_in_force(book.state(), 2) == 2
+    tune(book, 7)
+    assert every_in_force(book.state(), 2) == 7
+    assert every_in_force(book.state(), 0) == 0, "what is off is not turned on"
+    book.begin(2)
+    assert every_in_force(book.state(), 2) == 2
 
 
 def test_a_quarantined_step_is_not_due():
@@ -400,6 +442,12 @@ def test_the_newest_step_that_the_store_has_is_taken():
     truncated = Bucket({two: "", four: "rank-1: 5 bytes, needs 9"})
     assert decided(book, truncated, groups) == (r.Choice.RESTORE, 2)
     assert decided(book, truncated, groups, patient=True)[0] is None
+
+
+def test_a_decision_says_whether_ram_alone_can_prove_the_step():
+    book, groups, two, four = two_steps()
+    of = Facts(book.state(), {}, (), groups, False, bucket=Bucket({two: "", four: ""}))
+    assert decide_restore(of, None, 4).stored
 
 
 def test_a_store_that_is_away_is_waited_for_and_then_not_known():

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from p2pckpt.errors import UsageError
 from p2pckpt.save.schedule import (
     FLAT,
+    Standing,
     Tier,
     decide_schedule,
+    deep_share_of,
     failure_rate,
     interval_overhead,
     optimum_s,
@@ -93,3 +95,91 @@ def test_bad_tiers_are_refused(bad):
 def test_bad_rates_are_refused(rate, share):
     with pytest.raises(UsageError, match="schedule"):
         decide_schedule(Tier(1, 1, 1, 2), None, rate, share)
+
+
+# -- two clocks ------------------------------------------------------------------------------------
+
+
+def test_what_a_restore_takes_is_lost_with_every_failure_and_moves_no_interval():
+    quick, slow = Tier(0.2, 0.1, 1, 3600), Tier(0.2, 0.1, 1, 3600, restore_s=90)
+    store, far = Tier(20, 100, 60, 86400), Tier(20, 100, 60, 86400, restore_s=800)
+    rate, deep = 1 / 10_000, 0.01
+    without = decide_schedule(quick, store, rate, deep)
+    found = decide_schedule(slow, far, rate, deep)
+    assert (found.ram.interval_s, found.offload_every) == (
+        without.ram.interval_s,
+        without.offload_every,
+    )
+    assert found.ram.flat_s == pytest.approx(without.ram.flat_s)
+    assert found.overhead - without.overhead == pytest.approx(rate * (0.99 * 90 + 0.01 * 800))
+    with pytest.raises(UsageError, match="restore"):
+        Tier(1, 1, 1, 2, -1)
+
+
+def test_daly_s_complete_model_has_the_same_optimum_whatever_a_restore_takes():
+    def cost(tau, restore, delta=5, mtbf=60):  # FGCS 2006, eq. 20: wall time of one second's work
+        return mtbf * math.exp(restore / mtbf) * (math.exp((tau + delta) / mtbf) - 1) / tau
+
+    taus = [1 + 0.01 * i for i in range(10_000)]
+    best = [min(taus, key=lambda tau, r=r: cost(tau, r)) for r in (0, 10, 600)]
+    assert best == [best[0]] * 3
+    assert optimum_s(5, 60) == pytest.approx(best[0], rel=0.01)
+
+
+RAM, STORE = Tier(0.2, 0.1, 1, 3600), Tier(20, 100, 60, 86400)
+RATE, DEEP = 1 / 1000, 0.1
+
+
+def test_a_running_job_saves_whole_steps_and_uploads_whole_saves():
+    found = decide_schedule(RAM, STORE, RATE, DEEP, Standing(step_s=3.0, every=1000))
+    assert found.every == round(optimum_s(0.2, 1 / RATE / 0.9) / 3.0)
+    assert found.ram.interval_s == found.every * 3.0
+    assert found.store.interval_s == found.offload_every * found.ram.interval_s
+    assert found.store.interval_s == pytest.approx(optimum_s(20, 10_000), rel=0.02)
+
+
+def test_what_stands_and_is_as_good_is_left_alone():
+    best = decide_schedule(RAM, STORE, RATE, DEEP)
+    for at, way in ((0, math.ceil), (1, math.floor)):
+        every = way(best.ram.flat_s[at] / 0.5)
+        saves = way(best.store.flat_s[at] / (every * 0.5))
+        found = decide_schedule(RAM, STORE, RATE, DEEP, Standing(0.5, every, saves))
+        assert (found.every, found.offload_every) == (every, saves)
+    beyond = math.floor(best.store.flat_s[1] / (every * 0.5)) + 1
+    found = decide_schedule(RAM, STORE, RATE, DEEP, Standing(0.5, every, beyond))
+    assert (found.every, found.offload_every) != (every, beyond)
+
+
+def test_the_uploads_follow_the_interval_that_stands_and_not_the_best_one():
+    """Twice the RAM interval, and as good: half as many saves make the same interval of uploads."""
+    flat = Tier(0.0, 0.0, 10, 3600)
+    store = Tier(0.0, 0.0, 400, 86400)
+    found = decide_schedule(flat, store, 1e-5, 0.5, Standing(1.0, 20))
+    assert (found.every, found.offload_every) == (20, 20)
+
+
+@given(
+    st.floats(0, 50), st.floats(0, 500), st.floats(1e-7, 1e-2), st.floats(0, 1),
+    st.floats(0.01, 50), st.integers(1, 5000), st.integers(0, 500),
+)  # fmt: skip
+def test_no_interval_is_below_what_a_save_takes_to_settle_and_none_hunts(
+    b, settle, rate, deep, step, every, n
+):
+    ram, store = Tier(b / 10, settle / 10, 1, 1800), Tier(b, settle, 600, 21600)
+    found = decide_schedule(ram, store, rate, deep, Standing(step, every, n))
+    assert found.every >= 1
+    assert found.offload_every >= 1
+    assert found.ram.interval_s >= ram.least_s * (1 - 1e-9)
+    assert found.store.interval_s >= store.least_s * (1 - 1e-9)
+    stands = Standing(step, found.every, found.offload_every)
+    assert decide_schedule(ram, store, rate, deep, stands) == found, "it does not hunt"
+
+
+def test_a_deep_share_is_learned():
+    assert deep_share_of(0.01, 10, 0, 0) == pytest.approx(0.01)
+    assert deep_share_of(0.01, 10, 1, 1) == pytest.approx(0.1)
+    assert deep_share_of(0.01, 10, 0, 90) == pytest.approx(0.001)
+    assert deep_share_of(0.01, 10, 500, 1000) == pytest.approx(0.5, abs=0.01)
+    for bad in ((0.1, 10, 2, 1), (0.1, 10, -1, 1), (0.1, 0, 0, 0)):
+        with pytest.raises(UsageError, match="deep share"):
+            deep_share_of(*bad)
