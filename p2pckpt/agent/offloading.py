@@ -82,7 +82,9 @@ class Offloading:
     unsure: dict[str, tuple[r.Attempt, float]] = field(default_factory=dict)
     """Holds that were asked for without an answer: until when they may still come to stand."""
     busy: str | None = None
-    """The attempt of which bytes go out right now, if the store takes them."""
+    """The attempt of which bytes went out last."""
+    away: bool = False
+    """The store did not answer when it was asked last."""
     gone: set[str] = field(default_factory=set)
     """Retired steps that were dealt with in this life."""
     since: dict[str, float] = field(default_factory=dict)
@@ -163,9 +165,14 @@ class Offloading:
     def _drops(self) -> list[tuple[r.Commit, str]]:
         if not self._due():
             return []
-        return decide_drops(
-            self.ctx.state, self.ctx.home.config.offload_every, self._ram(), self.busy
-        )
+        every = self.ctx.home.config.offload_every
+        return decide_drops(self.ctx.state, every, self._ram(), self._getting_on())
+
+    def _getting_on(self) -> list[str]:
+        """The oldest due step, which all nodes upload first and rank 0's agent waits for, and the
+        one that this node is at; none while the store is away."""
+        oldest = self._due()[0].attempt.key
+        return [] if self.away else [oldest, self.busy or oldest]
 
     async def _give_up(self) -> None:
         while drops := self._drops():
@@ -187,13 +194,12 @@ class Offloading:
             pause_s = LOOK_EVERY_S
             try:
                 for commit in self._due()[:KEPT_DUE]:
-                    await self._try(commit)
+                    if await self._try(commit):
+                        break  # an older one may be complete by now
                 await self._clean_up()
             except CheckpointError as e:
                 ctx.note("offload_later", why=f"{type(e).__name__}: {e}")
-                pause_s = AWAY_PAUSE_S
-            finally:
-                self.busy = None
+                self.away, pause_s = True, AWAY_PAUSE_S
             await ctx.until(lambda: False, pause_s)
 
     def _work(self) -> bool:
@@ -202,29 +208,32 @@ class Offloading:
             return True
         return self.ctx.following and self._leads() and bool(self._removals(state))
 
-    async def _try(self, commit: r.Commit) -> None:
-        """One step; what is wrong with it alone does not keep the others waiting."""
+    async def _try(self, commit: r.Commit) -> bool:
+        """One step; what is wrong with it alone does not keep the others waiting. Was a share of it
+        uploaded?"""
         try:
-            await self._step(commit)
+            return await self._step(commit)
         except (IntegrityError, FormatError) as e:
             self.ctx.note("offload_failed", step=commit.attempt.step, why=str(e))
+            return False
 
-    async def _step(self, commit: r.Commit) -> None:
-        """What this node can do for one due step now."""
+    async def _step(self, commit: r.Commit) -> bool:
+        """What this node can do for one due step now. Was a share of it uploaded?"""
         ctx, attempt, now = self.ctx, commit.attempt, self.ctx.home.now()
         since = self.since.setdefault(attempt.key, now)
         quiet = now < self.quiet_until.get(attempt.key, -1.0)
         if attempt.key not in self.holds or not self._is_due(attempt) or quiet:
-            return
-        groups = await groups_of(ctx, attempt)
+            return False
+        groups, moved = await groups_of(ctx, attempt), False
         for share in (s for group in groups for s in group.shares):
             if self._is_due(attempt) and self._has(share, attempt):
-                await self._share(share, attempt)
+                moved = await self._share(share, attempt) or moved
         overdue = now - since > OTHERS_AFTER_S * (1 + self._place())
         if self._is_due(attempt) and (self._leads() or overdue):
             await self._finish(commit, groups)
         if not self._leads():
             self.quiet_until[attempt.key] = ctx.home.now() + QUIET_S
+        return moved
 
     def _place(self) -> float:
         """Spreads the agents that come in for rank 0's: by their place in the roster."""
@@ -240,11 +249,11 @@ class Offloading:
         right = {rank for rank, h in slots.items() if h.manifest_digest == share.manifest_digest}
         return set(share.ranks) <= right
 
-    async def _share(self, share: r.SealedShare, attempt: r.Attempt) -> None:
-        """Upload a share from this node's slots, and report it; unless it is reported."""
+    async def _share(self, share: r.SealedShare, attempt: r.Attempt) -> bool:
+        """Upload a share from this node's slots, and report it; False if it is reported."""
         ctx, holdings = self.ctx, self.ctx.home.holdings
         if await ctx.home.doors.ledger.get(ctx.keys.share(attempt, share.node)) is not None:
-            return
+            return False
         packed = ctx.home.doors.arena.document(document_name(share.manifest_digest))
         if packed is None:
             raise IntegrityError(f"manifest {share.manifest_digest[:12]} is not held here")
@@ -259,12 +268,14 @@ class Offloading:
             stage = ctx.home.doors.telemetry.stage("offload", rank.length)
             with ctx.home.governing.moving(Traffic.OFFLOAD), stage:
                 await self.objects.put(upload)
+            self.away = False
             if not self._is_due(attempt):
-                return
+                return True
         whole = Upload(record.manifest, len(packed), 1, lambda at, n: packed[at : at + n])
         await self.objects.put(whole)
         await ctx.transact(share_txn(ctx.state, record))
         ctx.note("share_offloaded", step=attempt.step, share=share.node)
+        return True
 
     async def _finish(self, commit: r.Commit, groups: list[r.GroupRecord]) -> None:
         """All shares are there: the job-level manifest, and the step's record."""
@@ -278,6 +289,7 @@ class Offloading:
         if wrong:
             await self._report_again(shares, wrong)
             return
+        self.away = False
         name, data = checkpoint_name(attempt), encode_checkpoint(whole)
         await self.objects.put_absent(name, data)
         if await self.objects.get(name) != data:

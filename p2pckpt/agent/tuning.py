@@ -164,8 +164,10 @@ class Tuning:
     begun: dict[r.Attempt, float] = field(default_factory=dict)
     waiting: dict[r.Attempt, tuple[float, float]] = field(default_factory=dict)
     settles_s: deque[float] = field(default_factory=_few)
-    uploads_s: deque[float] = field(default_factory=_few)
-    """What this node's part of an upload takes, without what it waits."""
+    blocks_s: deque[float] = field(default_factory=_few)
+    """Of training, by an upload."""
+    uploaded_s: float = 0.0
+    """What all uploads had taken when the last one was over."""
     stored_s: deque[float] = field(default_factory=_few)
     """From a commit to its Offloaded record."""
     restores_s: dict[bool, deque[float]] = field(
@@ -209,14 +211,23 @@ class Tuning:
                 if commit in self._due():
                     self.waiting[attempt] = now, ctx.home.governing.uploading_s
         for attempt in self._over():
-            since, uploading_s = self.waiting.pop(attempt)
+            since, before_s = self.waiting.pop(attempt)
             if attempt.key in ctx.state.offloaded:
                 self.stored_s.append(now - since)
-                self.uploads_s.append(ctx.home.governing.uploading_s - uploading_s)
+                self._uploaded(before_s)
         if (restore := self._restore()) is not None:
             self.restored[restore[0]] = restore[1]
         self.since_change += commits
         return commits > 0
+
+    def _uploaded(self, before_s: float) -> None:
+        """An upload is over; uploads had taken ``before_s`` when it fell due. It cost what steps
+        beside it are slowed, for as long as this node's part took, without what it waited."""
+        governing = self.ctx.home.governing
+        took_s = governing.uploading_s - max(before_s, self.uploaded_s)
+        self.uploaded_s = governing.uploading_s
+        if (slowdown := governing.upload_slowdown(self.ctx.job)) is not None:
+            self.blocks_s.append(slowdown * took_s)
 
     def _due(self) -> list[r.Commit]:
         return due(self.ctx.state, self.ctx.home.config.offload_every)
@@ -265,15 +276,9 @@ class Tuning:
         store = None
         if self.offload_every:
             stored_s = settle_s + _median(self.stored_s)
-            store = Cost(self._upload_s(), stored_s, _median(self.restores_s[True], stored_s))
+            block_s = _median(self.blocks_s) if self.blocks_s else None
+            store = Cost(block_s, stored_s, _median(self.restores_s[True], stored_s))
         return Costs(seen.step_s, ram, store, rate, share)
-
-    def _upload_s(self) -> float | None:
-        """Seconds of training that an upload costs: what it slows, times how long it takes."""
-        slowdown = self.ctx.home.governing.upload_slowdown(self.ctx.job)
-        if slowdown is None or not self.uploads_s:
-            return None
-        return slowdown * _median(self.uploads_s)
 
     # -- for people -------------------------------------------------------------------------------
 

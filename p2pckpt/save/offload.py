@@ -19,7 +19,7 @@ the recorded digest. Nothing else in a bucket is ever judged, or deleted.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -131,14 +131,14 @@ class Ram:
 
 
 def decide_drops(
-    state: JobState, every: int, ram: Ram, busy: str | None
+    state: JobState, every: int, ram: Ram, spared: Container[str] = ()
 ) -> list[tuple[r.Commit, str]]:
     """Due steps that are to be given up, and why: saves come first.
 
     Too many wait; a step that was saved later, of whatever lineage, is offloaded already; or what
     they hold here leaves no room for the retained steps, one in flight and its staging. The oldest
-    goes first, but not ``busy``, the attempt whose upload is getting on, as long as there is
-    another.
+    goes first, but not ``spared`` ones, whose upload is getting on, as long as there is another:
+    else a store that is slower than steps fall due would never have a whole one.
     """
     waiting = due(state, every)
     newest = max((o.commit.attempt.key for o in state.offloaded.values()), default="")
@@ -147,19 +147,19 @@ def decide_drops(
     late = {c.attempt.key for c, _ in drops}
     waiting = [c for c in waiting if c.attempt.key not in late]
     while len(waiting) > KEPT_DUE:
-        drops.append((_give_up(waiting, busy), f"more than {KEPT_DUE} wait for the object store"))
+        drops.append((_give_up(waiting, spared), f"more than {KEPT_DUE} wait for the object store"))
     extra = held_back(state, every, ram.keep_last)
     version = max(ram.held.values(), default=0)
     room = ram.budget_bytes - (ram.keep_last + 2) * version
     waiting = [c for c in waiting if c.attempt.key in extra]
     while waiting and sum(ram.held.get(c.attempt.key, 0) for c in waiting) > max(0, room):
-        drops.append((_give_up(waiting, busy), "saves need its room in RAM"))
+        drops.append((_give_up(waiting, spared), "saves need its room in RAM"))
     return drops
 
 
-def _give_up(waiting: list[r.Commit], busy: str | None) -> r.Commit:
-    spared = len(waiting) > 1 and waiting[0].attempt.key == busy
-    return waiting.pop(1 if spared else 0)
+def _give_up(waiting: list[r.Commit], spared: Container[str]) -> r.Commit:
+    others = (i for i, c in enumerate(waiting) if c.attempt.key not in spared)
+    return waiting.pop(next(others, 0))
 
 
 # -- one share ------------------------------------------------------------------------------------

@@ -12,9 +12,12 @@ from test_schedule_stories import FOUR, Looping
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
+from p2pckpt.agent.tuning import tiers_of
 from p2pckpt.cli.status import _text
 from p2pckpt.save.due import Wish
 from p2pckpt.save.offload import due
+from p2pckpt.save.schedule import decide_schedule
+from p2pckpt.traffic import Traffic
 
 EVERY = 4
 FIXED = {"every_low_s": 3.9, "every_high_s": 4.1, "offload_every": 1, "s3_url": "s3://bucket"}
@@ -128,6 +131,64 @@ def test_n_is_changed_in_a_running_job_and_uploads_follow_it():
 async def text_of(stage, node):
     reply = await stage.nodes[node].trainer().call(w.StatusQuery())
     return _text(json.loads(reply.document))
+
+
+class Slowed(Looping):
+    """A loop whose steps take a quarter longer while anybody uploads."""
+
+    stage = None
+
+    @property
+    def pace_s(self):
+        homes = [agent.home for agent in self.stage.agents.values()]
+        loads = [load.traffic for home in homes for load in home.governing._loads]
+        return 1.25 if Traffic.OFFLOAD in loads else 1.0
+
+    @pace_s.setter
+    def pace_s(self, _): ...
+
+
+def test_n_follows_what_uploads_slow_and_how_often_the_job_fails():
+    """An upload takes some 20 s and slows steps by a fifth; one of two failures is deep. With a
+    failure an hour N becomes what the decider says, and less when the job has failed often."""
+
+    async def story(stage):
+        Slowed.stage = stage
+        ranks = await begin(stage, kind=Slowed)
+        stage.cluster.bucket.slow(450)
+        await ranks.at(90 * EVERY)
+        await ranks.all_commit()
+        tuning = stage.agents["n0"].jobs[JOB].scheduling.tuning
+        costs = tuning.costs(stage.agents["n0"].jobs[JOB].scheduling.seen())
+        assert 20 < costs.store.settle_s < 45
+        assert 3 < costs.store.block_s < 5
+        calm = tuning.offload_every
+        assert calm > 40
+        tiers = tiers_of(costs, stage.config)
+        best = decide_schedule(*tiers, costs.failures_per_s, costs.deep_share)
+        low, high = best.store.flat_s
+        assert low <= calm * EVERY <= high
+        # seven launches in a row that end soon
+        step = ranks.found[0].step
+        for _ in range(7):
+            launch = await again(ranks)
+            step = await launch.restore()
+            ranks = await train(stage, launch, step, kind=Slowed)
+            await ranks.at(step + 6)
+        await ranks.at(step + 30 * EVERY)
+        restless = tuning.offload_every
+        assert restless < calm / 1.5
+        costs = tuning.costs(stage.agents["n0"].jobs[JOB].scheduling.seen())
+        tiers = tiers_of(costs, stage.config)
+        best = decide_schedule(*tiers, costs.failures_per_s, costs.deep_share)
+        assert best.store.flat_s[0] <= restless * EVERY <= best.store.flat_s[1]
+        assert stage.state().schedules[launch.generation].offload_every == restless
+
+    play(
+        story, limit_s=20_000, nic_bytes_s=10_000_000_000, mtbf_prior_s=3600.0,
+        deep_share_prior=0.5, offload_low_s=4.0, offload_high_s=4000.0,
+        **{**FIXED, "offload_every": 12},
+    )  # fmt: skip
 
 
 async def again(ranks):
@@ -295,6 +356,25 @@ def test_an_agent_that_starts_again_goes_on_with_n_as_it_was():
         assert (await stage.status("n0"))["schedule"]["store"]["every"] == 10
 
     play(story, **TEN)
+
+
+def test_a_store_that_is_slower_than_steps_fall_due_has_some_of_them_whole():
+    """Every save is due, every 4 s, and an upload takes over 30: what is given up is none of those
+    that are on their way, whoever of the nodes is done with its part, or has none."""
+
+    async def story(stage):
+        ranks = await begin(stage, auto=False)
+        stage.cluster.bucket.slow(450)
+        await ranks.at(50 * EVERY)
+        await ranks.all_commit()
+        assert len(went_out(stage)) >= 3
+        assert max(went_out(stage)) >= 20 * EVERY
+        given_up = {facts["step"] for facts in stage.events("note.offload_dropped")}
+        begun = {facts["step"] for facts in stage.events("note.share_offloaded")}
+        assert len(given_up) > 30
+        assert not given_up & begun
+
+    play(story, **FIXED)
 
 
 def test_a_fixed_interval_keeps_the_agents_n():

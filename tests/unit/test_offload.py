@@ -147,16 +147,19 @@ def test_too_many_waiting_give_up_the_oldest_but_not_the_busy_one():
     for step in range(1, 2 * (KEPT_DUE + 2) + 1):
         book.commit(step)
     state = book.state()
-    assert [c.attempt.step for c, _ in decide_drops(state, 2, ROOM, None)] == [2, 4]
-    busy = state.commits["L1", 2].attempt.key
-    assert [c.attempt.step for c, _ in decide_drops(state, 2, ROOM, busy)] == [4, 6]
+    assert [c.attempt.step for c, _ in decide_drops(state, 2, ROOM)] == [2, 4]
+    oldest, busy, *others = [c.attempt.key for c in due(state, 2)]
+    assert [c.attempt.step for c, _ in decide_drops(state, 2, ROOM, [oldest])] == [4, 6]
+    assert [c.attempt.step for c, _ in decide_drops(state, 2, ROOM, [oldest, busy])] == [6, 8]
+    everything = [oldest, busy, *others]
+    assert [c.attempt.step for c, _ in decide_drops(state, 2, ROOM, everything)] == [2, 4]
 
 
 def test_a_step_behind_an_offloaded_one_is_given_up():
     book = OffloadBook()
     commits = [book.commit(step) for step in range(1, 5)]
     book.offload(commits[3])
-    ((dropped, why),) = decide_drops(book.state(), 2, ROOM, None)
+    ((dropped, why),) = decide_drops(book.state(), 2, ROOM)
     assert dropped.attempt.step == 2
     assert "step 4" in why
 
@@ -178,7 +181,7 @@ def test_what_saves_need_is_given_up_oldest_first(versions, dropped):
         book.commit(step)
     state = book.state()
     held = {state.commits["L1", s].attempt.key: 100 for s in (2, 4, 6)}
-    drops = decide_drops(state, 2, Ram(held, versions * 100, 1), None)
+    drops = decide_drops(state, 2, Ram(held, versions * 100, 1))
     assert [c.attempt.step for c, _ in drops] == dropped
 
 
