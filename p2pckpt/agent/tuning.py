@@ -118,7 +118,7 @@ class Chosen:
         found = self.schedule
         text = f"every {found.every} steps: {found.ram.reason}"
         if found.store is not None:
-            text += f"; every {found.offload_every} saves to the store: {self.store_reason}"
+            text += f"; to the store one of {found.offload_every}: {self.store_reason}"
         return text
 
 

@@ -76,6 +76,7 @@ def draw(seed: int) -> Options:
         offload_every=offload_every,
         overlap=rng.random() < 0.3,
         faults=tuple(faults),
+        auto=bool(offload_every) and rng.random() < 0.4,
     )
 
 

@@ -22,6 +22,7 @@ from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.backends.inproc.cluster import FakeCluster, FakeNode
 from p2pckpt.backends.inproc.net import true_time
+from p2pckpt.board import PAGE_BYTES, Board
 from p2pckpt.coding.checksum import verify_chunks
 from p2pckpt.errors import (
     AgentUnreachable,
@@ -33,6 +34,7 @@ from p2pckpt.errors import (
     StaleGenerationError,
     UsageError,
 )
+from p2pckpt.save.due import Loop
 from simulations.world.checkers import Checkers, content
 from simulations.world.training import COPY_S, Due, Training
 
@@ -220,6 +222,7 @@ class Rank:
         self.trainer = node.trainer()
         self.copy_s = COPY_S
         self.copying = False
+        self.loop: Loop | None = None
         self.rank = rank
         self.generation = 0
         self.who = f"{launch.token} rank {rank}"
@@ -227,9 +230,7 @@ class Rank:
     async def main(self) -> None:
         """The user's training script."""
         training, checkers = self.launch.launcher.training, self.launch.launcher.checkers
-        joined = await self.trainer.call(self._join())
-        assert isinstance(joined, w.Joined)
-        self.generation = joined.generation
+        self._seated(await self.trainer.call(self._join()))
         checkers.joined(self.launch.token, self.generation, self.launch.step)
         self.launch.joined.set()
         step = await self.restore()
@@ -239,6 +240,8 @@ class Rank:
             async with asyncio.timeout(600.0):
                 await self.launch.barrier.wait()
             step += 1
+            if self.loop is not None:
+                self.loop.due(step)  # which tells how far it is
             if step % training.every == 0:
                 await self.save(ordinal, step)
                 ordinal += 1
@@ -264,8 +267,17 @@ class Rank:
             return await self.trainer.call(request)
         except NotSeated:
             job = self.launch.launcher.training.job
-            await self.trainer.call(w.TrainerRejoin(job, self.rank, self.generation))
+            again = w.TrainerRejoin(job, self.rank, self.generation)
+            self._seated(await self.trainer.call(again))
             return await self.trainer.call(request)
+
+    def _seated(self, joined: r.Record) -> None:
+        """A page of shared memory for each seat, where agents look how far the ranks are."""
+        assert isinstance(joined, w.Joined)
+        self.generation, training = joined.generation, self.launch.launcher.training
+        if training.auto and joined.board:
+            self.loop = self.loop or Loop(self.generation, training.every, True, true_time)
+            self.loop.board = Board(self.trainer.view(joined.board, PAGE_BYTES))
 
     # -- save ------------------------------------------------------------------------------------
 

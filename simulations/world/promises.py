@@ -160,8 +160,10 @@ class Promises:
     # -- the object store -------------------------------------------------------------------------
 
     def offloaded(self, kept: Kept) -> None:
-        """Rule 1, of the object store: a step that is said to lie there does."""
+        """Rule 1, of the object store: a step that is said to lie there does, and was due."""
         attempt, bucket = kept.commit.attempt, self.cluster.bucket
+        if kept.commit.number % (kept.commit.offload_every or 1):
+            self.object(f"step {attempt.step} is offloaded, and was not due: {kept.commit}")
         if bucket is None or any(f"/{attempt.key}/" in name for name in self._damaged):
             return
         there, writer = set(bucket.objects.values()), kept.snapshots.writer

@@ -26,6 +26,7 @@ from p2pckpt.agent.job import JobAgent
 from p2pckpt.agent.retire import NEVER_OPENED, RECENT_OUTCOMES
 from p2pckpt.backends.inproc.cluster import FakeCluster
 from p2pckpt.backends.inproc.net import true_time
+from p2pckpt.save.offload import KEPT_DUE
 from simulations.world.checkers import Checkers
 from simulations.world.contents import Kept
 from simulations.world.launcher import Launcher
@@ -233,4 +234,8 @@ def _of_job(job: JobAgent) -> dict[str, tuple[int, int]]:
         "gathered topics": (len(job.gathering.pieces), MAX_TOPICS),
         "ballots": (len(job.restoring.ballots), 16),
         "reader's records": (len(job.restoring.reading), 0),
+        "saves and uploads timed": (
+            len(job.scheduling.tuning.begun) + len(job.scheduling.tuning.waiting),
+            KEPT_DUE,
+        ),
     }

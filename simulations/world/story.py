@@ -54,7 +54,9 @@ class Options:
     after the last fault is over. ``overlap``: a fault does not wait for the end of the one before.
     ``checkers`` False: nobody looks, so that only crash and stuck can be found. ``absences``: of a
     trace, as `failures.from_trace` takes them, in place of the faults. ``nic_bytes_s``, if
-    not 0: agents hold their traffic back, as if that were all the network gives.
+    not 0: agents hold their traffic back, as if that were all the network gives. ``auto``: agents
+    choose which saves go to the object store, from ``offload_every`` on; the steps between saves
+    stay as they are.
     """
 
     seed: int
@@ -76,6 +78,7 @@ class Options:
     absences: tuple[tuple[float, float], ...] = ()
     checkers: bool = True
     nic_bytes_s: int = 0
+    auto: bool = False
     limit_s: float = 2400.0
 
     @property
@@ -135,7 +138,9 @@ CRASHES = ("note.crash", "trainer.handler_failed", "loop.error")
 
 
 def config(options: Options) -> Config:
-    """The product's defaults, with chunks and slots as small as the world's snapshots."""
+    """The product's defaults, with chunks and slots as small as the world's snapshots; and failures
+    so frequent and deep that uploads have a narrow best, which moves as the job fails."""
+    every_s = options.every * options.step_s
     return Config(
         chunk_bytes=1024,
         slot_round_bytes=4096,
@@ -144,6 +149,12 @@ def config(options: Options) -> Config:
         s3_url="s3://world" if options.offload_every else "",
         nic_bytes_s=options.nic_bytes_s,
         floor_bytes_per_s=options.nic_bytes_s // 5 or Config.floor_bytes_per_s,
+        every_low_s=every_s * 0.9,
+        every_high_s=every_s * 1.5,
+        mtbf_prior_s=60.0,
+        deep_share_prior=0.5,
+        offload_low_s=every_s,
+        offload_high_s=every_s * 12,
     )
 
 
@@ -187,6 +198,7 @@ class World:
             options.saves,
             options.quiet_saves,
             options.step_s,
+            options.auto,
         )
 
     # -- the story --------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ class Training:
     saves: int
     quiet_saves: int
     step_s: float
+    auto: bool = False
+    """Ranks tell how far they are, and agents choose which saves go to the object store."""
 
 
 @dataclass(frozen=True)

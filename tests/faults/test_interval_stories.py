@@ -100,7 +100,7 @@ def test_n_is_changed_in_a_running_job_and_uploads_follow_it():
         (schedule,) = stage.state().schedules.values()
         assert (schedule.offload_every, schedule.version, schedule.by) == (10, 1, "n0")
         assert schedule.plan == ((0, EVERY),)
-        assert "10 saves to the store" in schedule.reason
+        assert "to the store one of 10: a save blocks" in schedule.reason
         ns = [every for _, every in named(stage)]
         assert ns[0] == 0
         assert ns[2:] == [10] * (len(ns) - 2)
