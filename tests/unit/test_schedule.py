@@ -1,11 +1,14 @@
 """The decider of save intervals: published optima, bounds, reasons, and the flat valley."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pckpt.agent.tuning import Cost, Costs, decide_intervals
+from p2pckpt.config import Config
 from p2pckpt.errors import UsageError
 from p2pckpt.save.schedule import (
     FLAT,
@@ -17,6 +20,9 @@ from p2pckpt.save.schedule import (
     interval_overhead,
     optimum_s,
 )
+from simulations.study.plan import prepare
+from simulations.study.scenario import load
+from simulations.study.schemes import parse
 
 
 @pytest.mark.parametrize(("mtbf_min", "printed"), [(1440, 117), (360, 57), (15, 9.1)])
@@ -183,3 +189,29 @@ def test_a_deep_share_is_learned():
     for bad in ((0.1, 10, 2, 1), (0.1, 10, -1, 1), (0.1, 0, 0, 0)):
         with pytest.raises(UsageError, match="deep share"):
             deep_share_of(*bad)
+
+
+@pytest.mark.parametrize("store", [{}, {"s3_interval_s": 0.0, "s3_stall_s": 20.0}])
+@pytest.mark.parametrize("name", ["mission-10k", "llama3", "rsc1"])
+def test_the_product_and_the_simulator_choose_alike(name, store):
+    """A job whose costs are those of a study's scenario is given the study's two intervals."""
+    scenario = load(name)
+    scenario = replace(scenario, saving=replace(scenario.saving, **store))
+    plan, saving = prepare(scenario, parse("rs:8,2")), scenario.saving
+    costs = Costs(
+        step_s=0.01,
+        ram=Cost(saving.stall_s, plan.push_s, plan.single_s),
+        store=Cost(saving.s3_stall_s, plan.push_s + plan.upload_s, plan.store_s),
+        failures_per_s=plan.failures_per_s,
+        deep_share=plan.deep_share,
+    )
+    config = Config(  # an interval that the scenario gives bounds it from both sides
+        every_low_s=saving.interval_s or saving.low_s,
+        every_high_s=saving.interval_s or saving.high_s,
+        offload_low_s=saving.s3_interval_s or saving.s3_low_s,
+        offload_high_s=saving.s3_interval_s or saving.s3_high_s,
+    )
+    found = decide_intervals(costs, 10**9, 10**9, config).schedule
+    assert found.every * costs.step_s == pytest.approx(plan.interval_s, abs=costs.step_s)
+    assert found.offload_every == plan.every
+    assert found.overhead == pytest.approx(plan.overhead, rel=1e-3)
