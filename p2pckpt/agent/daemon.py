@@ -69,6 +69,7 @@ class Agent:
             await self.home.doors.trainers.serve(self)
             self._spawn("session", keep_session(self.home, self._on_session))
             self._spawn("scrub", self.scrubbing.loop())
+            self._spawn("mend", self.scrubbing.mending.loop())
             self._spawn("drain", self.draining.loop())
             self._spawn("members", self.home.follow_members())
             self._spawn("govern", self.home.governing.loop())

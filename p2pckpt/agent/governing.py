@@ -1,4 +1,4 @@
-"""How fast saves, repair, drain and offload may go beside a job that trains on this node.
+"""How fast saves, repair, drain, offload and scrub may go beside a job that trains on this node.
 
     what is under way, until when -+
                                    +-> decide_rates -> Transport.limit, and the offload's own pace
@@ -10,7 +10,8 @@ they do not (additive increase, multiplicative decrease: Chiu and Jain, Computer
 Systems 17, 1989). The *rates* divide that among the kinds that have something to move: as their
 weights, but to none less than its floor (weighted max-min fairness: Bertsekas and Gallager, Data
 Networks, 6.5.2). The floor of a save is what its transfers need to be in time; of others, WAITS_AT
-of the slowest link, so that they get on. A restore is in none of this: its job stands still.
+of the slowest link, so that they get on. A scrub takes no network, but cores and memory: it has the
+level's part of its own rate, and its floor. A restore is in none of this: its job stands still.
 
 Contract: `decide_rates` and `decide_level` are pure and say why. No rate is below its floor, and
 together they are above the budget only where the floors are. Every transfer of the agent goes
@@ -34,7 +35,8 @@ from p2pckpt.ports import Expected, Region, Transport
 from p2pckpt.traffic import Pace, Rates, Traffic
 
 WEIGHTS = {Traffic.SAVE: 8, Traffic.REPAIR: 4, Traffic.DRAIN: 4, Traffic.OFFLOAD: 2}
-"""A save holds the job's memory; until a repair is done less may be lost; the store can wait."""
+"""Of the network. A save holds the job's memory; until a repair is done less may be lost; the
+store can wait."""
 
 HEADROOM = 1.25
 """A floor is so much above what the deadline needs: turns and requests take time, too."""
@@ -44,8 +46,9 @@ SLOWDOWN = 0.10
 """Steps that take longer by this part are slowed by what moves beside them."""
 IDLE_LEAST, BUSY_LEAST = 5, 3
 """Steps without and with transfers that a judgement needs."""
-BUSY_PART = 0.25
-"""A step is one with transfers if they took so much of it; with less it says nothing."""
+IDLE_PART, BUSY_PART = 0.02, 0.25
+"""A step is one without transfers if they took no more of it, one with if they took so much; in
+between it says nothing."""
 DOWN, UP, LOWEST = 0.5, 0.1, 1 / 16
 """The level is multiplied by the first, or rises by the second, between the third and 1."""
 QUIET_S = 10.0
@@ -204,7 +207,8 @@ class Governing:
 
     @contextmanager
     def moving(self, traffic: Traffic) -> Iterator[None]:
-        """While the block runs there may be bytes on their way that no transport sees."""
+        """While the block runs there may be bytes on their way that no transport sees, or, for a
+        SCRUB, through a core."""
         load = self.begin(traffic, 0, 1.0, inward=False)
         try:
             yield
@@ -218,6 +222,10 @@ class Governing:
         self._pace.spend(traffic, size_bytes, now)  # in line: others wait for this one
         if wait_s:
             await asyncio.sleep(wait_s)
+
+    def reading_bytes_s(self, usual_bytes_s: float, needs_bytes_s: float) -> float:
+        """How fast a SCRUB may read that in time needs so much."""
+        return max(self.level * usual_bytes_s, HEADROOM * needs_bytes_s)
 
     def _note(self, change: Callable[[Load], None], load: Load) -> None:
         self._advance()
@@ -233,7 +241,8 @@ class Governing:
     def _apply(self) -> None:
         """Let the rates be those that are right now."""
         least = self.config.floor_bytes_per_s * WAITS_AT
-        rates = decide_rates(self.budget_bytes_s, floors_of(self._loads, least))
+        loads = (load for load in self._loads if load.traffic in WEIGHTS)
+        rates = decide_rates(self.budget_bytes_s, floors_of(loads, least))
         if self.config.nic_bytes_s and rates != self.rates:
             self.rates = rates
             self._pace.limit(rates)
@@ -281,7 +290,7 @@ class Governing:
         busy = self._clock.busy_part(now, span_s)
         if (self._uploads.busy_part(now, span_s) or 0.0) >= BUSY_PART:
             steps.upload_s.append(progress.last_s)
-        if busy == 0:
+        if busy is not None and busy <= IDLE_PART:
             steps.idle_s.append(progress.last_s)
         elif busy is not None and busy >= BUSY_PART:
             steps.busy_s.append(progress.last_s)

@@ -141,6 +141,8 @@ def _text(document: dict[str, Any]) -> str:
     if (scrub := document["scrub"])["found"]:
         wounds = f"{scrub['found']} found wrong or lost, {scrub['mended']} mended"
         lines.append(f"read again  {wounds}, {scrub['open']} open")
+    if scrub["late_s"]:
+        lines.append(f"read again  {scrub['late_s']:.0f} s later than {scrub['period_s']:.0f} s")
     if (bandwidth := document["bandwidth"])["level"] < 1:
         budget = f"{bandwidth['budget_bytes_s'] / 1e6:.0f} MB/s"
         lines.append(f"beside training  {budget} for saves and the like: {bandwidth['why']}")

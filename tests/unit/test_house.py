@@ -108,6 +108,7 @@ AGENT_ORDER = [
         "readying",
         "scheduling",
     },
+    {"mending"},
     {"job", "asking", "scrub", "drain"},
     {"daemon"},
     {"wiring"},
