@@ -176,6 +176,8 @@ class Governing:
     config: Config
     transport: Transport
     progress: Callable[[], Mapping[str, r.Progress]] = dict
+    nic: str = "as configured"
+    """How `nic_bytes_s` is known."""
     level: float = 1.0
     why: str = "nothing has slowed training yet"
     rates: dict[Traffic, float] = field(default_factory=dict)
@@ -305,6 +307,7 @@ class Governing:
         """For the status document."""
         return {
             "nic_bytes_s": self.config.nic_bytes_s,
+            "nic": self.nic,
             "budget_bytes_s": round(self.budget_bytes_s),
             "level": round(self.level, 4),
             "rates_bytes_s": {kind.value: round(rate) for kind, rate in self.rates.items()},

@@ -87,9 +87,10 @@ async def run_node(config: Config, socket: str, tell: Notes, stop: asyncio.Event
             telemetry,
         )
         agent = Agent(config, doors, member_of(config, arena.store_id))
+        agent.home.governing.nic = nic
         running = asyncio.create_task(agent.run(), name="agent")
         stopping = asyncio.create_task(stop.wait(), name="stop")
-        ready = asyncio.create_task(_tell_ready(agent, socket, nic, notes), name="ready")
+        ready = asyncio.create_task(_tell_ready(agent, socket, notes), name="ready")
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
             await agent.stop()
@@ -161,11 +162,12 @@ def machine_host() -> str:
     return hashlib.sha256(b"p2pckpt " + text.encode()).hexdigest()[:16] if text else ""
 
 
-async def _tell_ready(agent: Agent, socket: str, nic: str, notes: Notes) -> None:
+async def _tell_ready(agent: Agent, socket: str, notes: Notes) -> None:
     """Trainers can join; and what the background may take of the network."""
     await agent.ready.wait()
-    network = {"nic_bytes_s": agent.home.config.nic_bytes_s, "nic": nic}
-    budget = round(agent.home.governing.budget_bytes_s)
+    governing = agent.home.governing
+    network = {"nic_bytes_s": governing.config.nic_bytes_s, "nic": governing.nic}
+    budget = round(governing.budget_bytes_s)
     facts = {"node": agent.home.node, "socket": socket, **network, "background_bytes_s": budget}
     notes("ready", facts)
 

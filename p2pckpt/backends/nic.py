@@ -6,20 +6,23 @@ twenty, since another process may have had the core in the others. Both ends of 
 so it is less than what two machines get from each other on a link that outruns a core; whoever
 knows better sets `nic_bytes_s`.
 
-Contract: takes about a second at most and, while it lasts, a small file of the arena; 0 where there
-is no room for it or nothing arrives. Says how it was found.
+Contract: takes about a second at most and, while it lasts, a small file of the arena, or a
+`Scratch` where there is none; 0 where there is no room for it or nothing arrives. Says how it was
+found.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import socket
 import struct
 from pathlib import Path
+from typing import Protocol
 
-from p2pckpt.errors import CheckpointError
-from p2pckpt.ports import Arena, Region, Transport
+from p2pckpt.errors import CheckpointError, NoRoom, UsageError
+from p2pckpt.ports import Region, Transport
 
 PROBE = "nic-probe"
 PROBE_BYTES = 16 * 1024 * 1024
@@ -29,7 +32,47 @@ TIMEOUT_S = 2.0
 _SIOCGIFADDR = 0x8915
 
 
-async def measure(arena: Arena, transport: Transport, address: str) -> tuple[int, str]:
+class Room(Protocol):
+    """Of an arena, what measuring needs."""
+
+    async def reserve(self, file: str, capacity: int) -> None:
+        """See ports.Arena."""
+        ...
+
+    def remove(self, file: str) -> None:
+        """See ports.Arena."""
+        ...
+
+
+class Scratch:
+    """A `Room` of anonymous memory, for who has no arena: one file at a time, in no directory."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+
+    async def reserve(self, file: str, capacity: int) -> None:
+        """See ports.Arena."""
+        self._fd = os.memfd_create(f"p2pckpt-{file}")
+        try:
+            os.posix_fallocate(self._fd, 0, capacity)
+        except OSError as e:
+            self.remove(file)
+            raise NoRoom(f"{file}: needs {capacity} bytes of memory: {e.strerror}") from None
+
+    def remove(self, file: str) -> None:  # noqa: ARG002
+        """See ports.Arena."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def descriptor(self, file: str, writable: bool) -> int:  # noqa: ARG002
+        """The file, opened once more, as a transport wants it. Raises UsageError without one."""
+        if self._fd < 0:
+            raise UsageError(f"{file}: is not there")
+        return os.dup(self._fd)
+
+
+async def measure(arena: Room, transport: Transport, address: str) -> tuple[int, str]:
     """Bytes a second, and how that is known. ``address``: ours in that network."""
     try:
         path = await _through(arena, transport)
@@ -42,7 +85,7 @@ async def measure(arena: Arena, transport: Transport, address: str) -> tuple[int
     return min(path, link or path), f"measured: {found}"
 
 
-async def _through(arena: Arena, transport: Transport) -> int:
+async def _through(arena: Room, transport: Transport) -> int:
     """The best of some transfers to ourselves. Raises CheckpointError."""
     clock, best_s = asyncio.get_running_loop().time, TIMEOUT_S
     enough = clock() + ENOUGH_S

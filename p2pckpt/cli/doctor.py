@@ -2,10 +2,10 @@
 
 Each check looks at the real thing: the file system of the RAM directory, the limits of the process,
 a UCX mover that is started and asked, the coding and checksum libraries computing known answers, a
-linearizable read from every etcd, the agent's socket. A check that cannot look says so; it never
-ends the others.
+linearizable read from every etcd, a network that is timed as an agent times it, the agent's socket.
+A check that cannot look says so; it never ends the others.
 
-Contract: changes nothing but a mover process of its own, which is gone afterwards. If an agent
+Contract: changes nothing but mover processes of its own, which are gone afterwards. If an agent
 answers on the socket, its settings are what is checked, else those that an agent started now would
 have; a flag of the doctor's own overrules both, and the first line says which. Exit codes: 0 all
 is well, 4 warnings only, 1 something fails.
@@ -31,6 +31,7 @@ import crc32c as crc32c_package
 from p2pckpt import wire as w
 from p2pckpt.backends.agent_link import AgentLink
 from p2pckpt.backends.etcd import Etcd, Room, version_flaw
+from p2pckpt.backends.nic import Scratch, measure
 from p2pckpt.backends.trainers import default_socket_paths
 from p2pckpt.backends.ucx import UcxTransport
 from p2pckpt.cli import memory
@@ -86,7 +87,8 @@ def doctor(
         told = answered if isinstance(answered, dict) else None
         config, origin = settings(read.config, flags, told)
         checks = [Check("settings", OK, origin), *check_all(config, wanted)]
-        checks.append(check_agent(answered))
+        network, nic = network_of(config, None if flags["nic_bytes_s"] else told)
+        checks += [check_nic(network, nic, config.background_share), check_agent(answered)]
     verdicts = {check.verdict for check in checks}
     code = EXIT_FAILED if FAIL in verdicts else EXIT_DEGRADED if WARN in verdicts else EXIT_DONE
     bad = [c for c in checks if c.verdict == FAIL] or [c for c in checks if c.verdict == WARN]
@@ -99,7 +101,8 @@ def doctor(
         lines.append(f"{check.verdict:4}  {check.name:13}  {check.found}")
         if check.do:
             lines.append(f"{'':21}-> {check.do}")
-    document = {"checks": [asdict(check) for check in checks]}
+    shown = [asdict(check) for check in checks]
+    document = {"checks": shown, "nic_bytes_s": network, "nic": nic}
     finish("doctor", json_file, document, "\n".join(lines), code, advice)
 
 
@@ -207,6 +210,37 @@ def check_ucx(facts: Mapping[str, str], devices: list[str]) -> list[Check]:
     else:
         out.append(Check("rdma", OK, "no device on this machine: TCP is used"))
     return out
+
+
+def network_of(config: Config, told: Mapping[str, Any] | None) -> tuple[int, str]:
+    """Bytes a second each way that an agent counts on, and how that is known: what the one that
+    answers has found or was told, else what one that is started now would find."""
+    if told is not None:
+        return told["bandwidth"]["nic_bytes_s"], told["bandwidth"]["nic"]
+    if config.nic_bytes_s:
+        return config.nic_bytes_s, "as configured"
+    try:
+        return asyncio.run(_measured(config.listen))
+    except CheckpointError as e:
+        return 0, f"not measured: {type(e).__name__}: {e}"
+
+
+async def _measured(address: str) -> tuple[int, str]:
+    scratch = Scratch()
+    transport = await UcxTransport.start(scratch.descriptor, address)
+    try:
+        return await measure(scratch, transport, address)
+    finally:
+        await transport.close()
+
+
+def check_nic(network: int, how: str, share: float) -> Check:
+    """Is the network known, and what may go beside training? Pure."""
+    if not network:
+        do = "nothing is held back beside training: set --nic-bytes-s to what two machines get"
+        return Check("nic", WARN, how, do)
+    beside = f"{network * share / 1e9:.2f} GB/s of it for saves, repair, drain and offload"
+    return Check("nic", OK, f"{network / 1e9:.2f} GB/s each way, {how}; {beside}")
 
 
 def _coding() -> Check:

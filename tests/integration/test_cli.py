@@ -356,6 +356,11 @@ def test_doctor_on_a_node_that_works(cluster):
     assert "libisal" in found["coding"]["found"]
     assert found["ucx"]["verdict"] == "ok"
     assert "tcp" in found["ucx"]["found"]
+    assert d["nic"].startswith("measured: ")
+    assert found["nic"]["found"].startswith(
+        f"{d['nic_bytes_s'] / 1e9:.2f} GB/s each way, {d['nic']}"
+    )
+    assert f'"nic_bytes_s": {d["nic_bytes_s"]}' in cluster.log("n0").read_text()
     assert found["agent"]["found"].startswith("n0 answers")
     assert found["members"]["verdict"] == "ok"
     assert "linearizable read takes" in found["etcd"]["found"]
@@ -363,11 +368,19 @@ def test_doctor_on_a_node_that_works(cluster):
 
 
 def test_a_flag_of_the_doctors_own_overrules_the_agents_settings(cluster):
-    where = ("--endpoints", "127.0.0.1:1", "--ledger-timeout-s", "0.5")
+    where = (
+        "--endpoints",
+        "127.0.0.1:1",
+        "--ledger-timeout-s",
+        "0.5",
+        "--nic-bytes-s",
+        "1000000000",
+    )
     d = document("doctor", *where, code=1, agent=cluster.socket("n0"))
     found = {c["name"]: c for c in d["checks"]}
-    assert "but --endpoints, --ledger-timeout-s" in found["settings"]["found"]
+    assert "but --endpoints, --ledger-timeout-s, --nic-bytes-s" in found["settings"]["found"]
     assert "127.0.0.1:1" in found["etcd"]["found"]
+    assert (d["nic_bytes_s"], d["nic"]) == (10**9, "as configured")
     assert found["agent"]["verdict"] == "ok"
 
 
@@ -375,6 +388,7 @@ def test_doctor_on_a_node_where_nothing_is(tmp_path):
     where = ("--endpoints", "127.0.0.1:1", "--ledger-timeout-s", "0.5")
     out, err = command("doctor", *where, "--directory", "/nowhere/deep/ram", code=1,
                        agent=str(tmp_path / "no.sock"))  # fmt: skip
-    for line in ("fail  etcd", "fail  directory", "warn  agent"):
+    for line in ("fail  etcd", "fail  directory", "warn  agent", "ok    nic"):
         assert line in out, out
+    assert "GB/s from the mover to itself" in out
     assert advice(err).startswith("first: directory: make it")

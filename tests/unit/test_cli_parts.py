@@ -196,6 +196,18 @@ def test_ucx_and_rdma():
     assert d.check_ucx(facts("self/memory"), [])[0].verdict == "warn"
 
 
+def test_a_network_that_is_not_known_holds_nothing_back():
+    told = {"bandwidth": {"nic_bytes_s": 5, "nic": "measured: x"}}
+    assert d.network_of(Config(nic_bytes_s=7), told) == (5, "measured: x")
+    assert d.network_of(Config(nic_bytes_s=7), None) == (7, "as configured")
+    check = d.check_nic(2_500_000_000, "measured: x", 0.5)
+    assert (check.verdict, check.do) == ("ok", "")
+    assert check.found.startswith("2.50 GB/s each way, measured: x; 1.25 GB/s of it")
+    check = d.check_nic(0, "not measured: NoRoom: y", 1.0)
+    assert (check.verdict, check.found) == ("warn", "not measured: NoRoom: y")
+    assert "--nic-bytes-s" in check.do
+
+
 def test_etcd_releases_and_latency():
     assert d.check_etcd("e", "3.5.16", 0.001, False).verdict == "ok"
     assert d.check_etcd("e", "3.5.1", 0.001, False).verdict == "fail"
