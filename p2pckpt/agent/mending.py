@@ -1,10 +1,10 @@
 """What is wrong or gone here is mended: the wounds that the scrubber, or a look, found.
 
 A *wound* is a piece of a kept step that should be here and is wrong or gone: one more erasure. An
-own copy is fetched anew from peers, and so is a manifest beside the bytes; a shard is left to the
-repair of its share, whose node is told to look. The bad file goes when that is done, or before if
-one more node may be lost without it. A file of the newest step that should be here and is not (the
-agent restarted without it) is a wound as well.
+own copy is fetched anew from peers, and so is a manifest beside the bytes; a shard of the newest
+step is left to repair, whose node is told to look, and one of an older step is made anew here. The
+bad file goes when that is done, or before if one more node may be lost without it. A file of the
+newest step that should be here and is not (the agent restarted without it) is a wound as well.
 
 Contract: nothing is persisted; what is told counts from the start of this agent. While a file is
 bad, pieces of it that are right can still be asked for by who knows of it.
@@ -25,6 +25,7 @@ from p2pckpt.agent.bringing import bring, fetching
 from p2pckpt.agent.context import Home, JobContext
 from p2pckpt.agent.deciding import ask_all, copied_groups, groups_of
 from p2pckpt.agent.holdings import Held, document_name
+from p2pckpt.agent.rebuilding import rebuild_shard
 from p2pckpt.agent.repair import decide_repair
 from p2pckpt.errors import CheckpointError, NoRoom
 from p2pckpt.restore.fetch import Fetching, fetch_manifest
@@ -231,14 +232,20 @@ class Mending:
 
     async def _have_repaired(self, wound: Wound, share: r.SealedShare) -> bool:
         """Tell the node that repairs the share; True when the shard is somewhere else, or anew, or
-        this node has another one of the share in its place (with too few hosts for all)."""
+        this node has another one of the share in its place (with too few hosts for all). Of an
+        older step, which nobody repairs, it is made anew here."""
         ctx, piece = wound.ctx, wound.piece
-        commit = ctx.state.latest()
-        if commit is None or commit.attempt != piece.attempt:
-            return False  # only the newest step is repaired; this one goes
+        commit = ctx.state.committed(piece.attempt)
+        if commit is None:
+            return False
         members = (await self.home.living()).members
         answers, _ = await ask_all(ctx, w.HeldQuery(ctx.job, piece.attempt))
         sources = sources_of(share, piece.attempt, Facts(ctx.state, answers, (), {}, False))
+        if ctx.state.latest() != commit:
+            if piece.part not in sources.shards:
+                await rebuild_shard(ctx, piece.attempt, share, piece.part)
+                ctx.track(piece.attempt)  # it may have been retired meanwhile
+            return True
         repair = decide_repair(share, sources, sorted(members), commit.layout)
         if repair is None or piece.part not in repair.missing:
             return piece.part in sources.shards

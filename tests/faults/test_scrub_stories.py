@@ -49,6 +49,11 @@ def whole(stage, step):
     return len(slots) == 3 and len(shards) == 9 and apart
 
 
+def places(stage, step):
+    """Which node has which file of a step."""
+    return sorted((n, h.kind, h.owner, h.part) for n, h in stage.held(step=step))
+
+
 async def scrub(stage):
     """What all nodes tell of their scrubbers, added up."""
     told = []
@@ -113,6 +118,72 @@ def test_a_flipped_bit_is_found_within_the_period_and_mended(place, seed):
         assert not stage.events("note.decided"), "nobody restored"
 
     play(story, seed=seed, scrub_period_s=PERIOD_S)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("place", PLACES)
+def test_an_older_step_that_is_kept_is_mended_too(place, seed):
+    """The newest step but one rots: what was bad is right again, in the place where it was, and no
+    repair moved anything."""
+
+    async def story(stage):
+        launch = await stage.launch(*RANKS, keep_last=2)
+        await launch.saved(1)
+        await launch.saved(2)
+        launch.kill()
+        await asyncio.sleep(1)
+        assert whole(stage, 1)
+        where = places(stage, 1)
+        PLACES[place](stage, Random(f"{place} {seed}"))
+        assert wrong(stage, 1)
+        await until(lambda: stage.events("note.scrub_mended"), PERIOD_S + LATE_S)
+        assert not wrong(stage, 1)
+        assert whole(stage, 1)
+        assert places(stage, 1) == where
+        told = await scrub(stage)
+        assert (told["found"], told["mended"], told["open"]) == (1, 1, 0)
+        assert not stage.events("note.repaired")
+
+    play(story, seed=seed, scrub_period_s=PERIOD_S)
+
+
+@pytest.mark.parametrize("parts", [(0, 1), (2,)])
+def test_a_shard_of_many_ranks_is_made_anew_piece_by_piece(parts):
+    """Three ranks on n0 are one share, of unlike lengths: each has its piece in the file."""
+
+    async def story(stage):
+        launch = await stage.launch("n0", "n0", "n0", keep_last=2)
+        await launch.saved(1)
+        await launch.saved(2)
+        where = places(stage, 1)
+        flip_file(stage, Random(2), r.FileKind.SHARD, parts)
+        await until(lambda: stage.events("note.scrub_mended"), PERIOD_S + LATE_S)
+        assert not wrong(stage, 1)
+        assert places(stage, 1) == where
+
+    play(story, scrub_period_s=PERIOD_S)
+
+
+def test_a_shard_of_an_older_step_that_went_while_it_was_made_anew_leaves_nothing():
+    """The next save retires the step at the moment at which its shard is found: no file of it is
+    left anywhere, and no wound."""
+
+    async def story(stage):
+        launch = await stage.launch(*RANKS, keep_last=2)
+        await launch.saved(1)
+        await launch.saved(2)
+        flip_file(stage, Random(5), r.FileKind.SHARD, (2,))
+        saving = []
+        stage.at("note.scrub_found", lambda: saving.append(asyncio.create_task(launch.saved(3))))
+        await until(lambda: saving, PERIOD_S + LATE_S)
+        await saving[0]
+        await asyncio.sleep(3 * LATE_S)
+        assert not stage.held(step=1)
+        assert whole(stage, 3)
+        told = await scrub(stage)
+        assert (told["found"], told["open"]) == (1, 0)
+
+    play(story, scrub_period_s=PERIOD_S)
 
 
 def test_a_bad_file_is_not_told_as_held():

@@ -94,6 +94,7 @@ AGENT_ORDER = [
     {"deciding", "tuning"},
     {"closing", "bringing", "settling", "rereading"},
     {
+        "rebuilding",
         "saving",
         "restoring",
         "launch",
