@@ -65,7 +65,8 @@ async def run_node(config: Config, socket: str, tell: Notes, stop: asyncio.Event
         notes("etcd", dict(await etcd.check_version(config.trial)))
         peers = await GrpcPeers.start(config.listen)
         stack.push_async_callback(peers.close)
-        limits = Limits(piece_bytes=config.piece_bytes, open_pieces=config.open_pieces)
+        pieces = {"piece_bytes": config.piece_bytes, "open_pieces": config.open_pieces}
+        limits = Limits(**pieces, floor_bytes_per_s=config.floor_bytes_per_s)
         transport = await UcxTransport.start(arena.descriptor, config.listen, limits=limits)
         stack.push_async_callback(transport.close)
         notes("transport", dict(transport.describe()))

@@ -48,7 +48,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     open_pieces: int = 8
     """Grants open at once over the whole mover: 64 MiB fill 100 Gbit/s for 5 ms."""
     piece_s: float = 2.0
-    """A piece arrives within this time or at the floor rate, whichever is longer."""
+    """A piece arrives within this time, or with a window of its like at the floor rate, whichever
+    is longer."""
     floor_bytes_per_s: float = 50e6
     silent_s: float = 5.0
     """A peer of which nothing was heard for so long is unreachable."""
@@ -67,8 +68,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return max(1, self.open_pieces // 2)
 
     def piece_deadline_s(self, length: int) -> float:
-        """From the grant of a piece of `length` bytes to its arrival."""
-        return max(self.piece_s, length / self.floor_bytes_per_s)
+        """From the grant of a piece of `length` bytes to its arrival: others that were granted
+        before may be on the same link, ahead of it."""
+        return max(self.piece_s, self.open_pieces * length / self.floor_bytes_per_s)
 
 
 # -- frames between movers ------------------------------------------------------------------------

@@ -234,11 +234,11 @@ class LanCluster(Cluster):
     ``settings``: more of an agent's.
     """
 
-    def __init__(self, run, nodes, budget_mib, shm_bytes=0, **settings):
+    def __init__(self, run, nodes, budget_mib, shm_bytes=0, racks=0, **settings):
         self._settings = settings
         self.lan = Lan(shm_bytes)
         try:
-            super().__init__(run, nodes, budget_mib)
+            super().__init__(run, nodes, budget_mib, racks=racks)
         except BaseException:
             self.lan.close()
             raise

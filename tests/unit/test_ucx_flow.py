@@ -258,7 +258,7 @@ def test_a_second_sender_is_refused():
 
 
 def test_overdue_piece_and_floor_rate():
-    limits = flow.Limits(piece_bytes=1 << 30)
+    limits = flow.Limits(piece_bytes=1 << 30, open_pieces=1)
     receiver = offered(1 << 30, limits=limits)
     receiver.grant(7, 100.0)
     late_s = 100.0 + (1 << 30) / 50e6
@@ -266,6 +266,9 @@ def test_overdue_piece_and_floor_rate():
     with pytest.raises(PeerUnreachable, match="did not arrive within 21\\.5 s"):
         receiver.due(late_s + 0.01)
     assert limits.piece_deadline_s(8 << 20) == 2.0
+    assert flow.Limits().piece_deadline_s(8 << 20) == 2.0
+    slow = flow.Limits(open_pieces=8, floor_bytes_per_s=4 << 20)
+    assert slow.piece_deadline_s(8 << 20) == 16.0, "seven others may be ahead of it"
 
 
 def test_waiting_sender_hears_every_second():
