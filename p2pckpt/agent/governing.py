@@ -49,10 +49,9 @@ IDLE_LEAST, BUSY_LEAST = 5, 3
 IDLE_PART, BUSY_PART = 0.02, 0.25
 """A step is one without transfers if they took no more of it, one with if they took so much; in
 between it says nothing."""
-DOWN, UP, LOWEST = 0.5, 0.1, 1 / 16
-"""The level is multiplied by the first, or rises by the second, between the third and 1."""
-QUIET_S = 10.0
-"""While nothing moves the level rises a step this often: what was busy then may not be now."""
+DOWN, UP, LOWEST, QUIET_S = 0.5, 0.1, 1 / 16, 10.0
+"""The level is multiplied by the first, or rises by the second, between the third and 1; it rises
+as well where nothing moves for so long: what was busy then may not be now."""
 
 
 # -- decisions -------------------------------------------------------------------------------------
@@ -128,8 +127,7 @@ def judge(steps: Steps) -> Verdict:
 
 
 def decide_level(level: float, verdicts: Mapping[str, Verdict]) -> tuple[float, str]:
-    """The next level, by what is known of each job here; the same with a reason if that is
-    nothing."""
+    """The next level, by what is known of each job here; the same, and why, if it is nothing."""
     known = {job: v for job, v in verdicts.items() if v.slowed is not None}
     for job, verdict in known.items():
         if verdict.slowed:
@@ -198,14 +196,17 @@ class Governing:
 
     def begin(self, traffic: Traffic, length: int, timeout_s: float, inward: bool) -> Load:
         """Bytes are to move, from now on. A save has until `timeout_s` from now."""
-        needs = 0.0 if traffic.can_wait else length / timeout_s
-        load = Load(traffic, needs, inward)
-        self._note(self._loads.append, load)
+        load = Load(traffic, 0.0 if traffic.can_wait else length / timeout_s, inward)
+        self._advance()
+        self._loads.append(load)
+        self._apply()
         return load
 
     def end(self, load: Load) -> None:
         """They have, or never will."""
-        self._note(self._loads.remove, load)
+        self._advance()
+        self._loads.remove(load)
+        self._apply()
 
     @contextmanager
     def moving(self, traffic: Traffic) -> Iterator[None]:
@@ -229,16 +230,11 @@ class Governing:
         """How fast a SCRUB may read that in time needs so much."""
         return max(self.level * usual_bytes_s, HEADROOM * needs_bytes_s)
 
-    def _note(self, change: Callable[[Load], None], load: Load) -> None:
-        self._advance()
-        change(load)
-        self._apply()
-
     def _advance(self) -> None:
         now = asyncio.get_running_loop().time()
-        self._clock.advance(now, bool(self._loads))
-        uploads = any(load.traffic is Traffic.OFFLOAD for load in self._loads)
-        self._uploads.advance(now, uploads)
+        kinds = {load.traffic for load in self._loads}
+        self._clock.advance(now, bool(kinds))
+        self._uploads.advance(now, Traffic.OFFLOAD in kinds)
 
     def _apply(self) -> None:
         """Let the rates be those that are right now."""
