@@ -187,7 +187,11 @@ def _nothing(facts: Facts, step: int | None) -> Finding:
     commits = state.known_commits()
     if step is not None and commits:
         steps = sorted(s for _, s in commits)
-        return Finding(r.Choice.UNPROVEN, f"step {step} is not committed; committed: {steps[-8:]}")
+        these = [c.attempt.key for c in commits.values() if c.attempt.step == step]
+        why = "is of a lineage that was left" if these else "is not committed"
+        if these and state.quarantined().issuperset(these):
+            why = "is quarantined, as its bytes were wrong"
+        return Finding(r.Choice.UNPROVEN, f"step {step} {why}; committed: {steps[-8:]}")
     if commits:
         return Finding(r.Choice.UNPROVEN, f"no current lineage, but commits {sorted(commits)[:4]}")
     number = state.generation.number if state.generation else 0

@@ -235,6 +235,8 @@ def test_a_second_restore_in_one_generation_and_one_of_a_named_step():
         assert await launch.restore(2) == 2
         with pytest.raises(RestoreFailed, match="step 7 is not committed"):
             await launch.restore(7)
+        with pytest.raises(RestoreFailed, match="step 3 is of a lineage that was left"):
+            await launch.restore(3)
         await launch.saved(3, 4, 5)
         launch = await launch.again()
         assert await launch.restore() == 5

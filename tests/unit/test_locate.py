@@ -264,8 +264,10 @@ def test_an_intact_newest_step_of_another_world_size_is_not_passed_over():
 def test_all_candidates_in_quarantine_is_never_nothing():
     book, (commit,) = with_steps(20)
     book.close(2, 1, "Lx", close=r.Close.BAD, commit=commit)
-    found = decide_restore(facts(book, slots(commit.attempt)), None, 4)
-    assert found.choice is r.Choice.UNPROVEN
+    for step, why in ((None, "no current lineage"), (20, "quarantined"), (21, "not committed")):
+        found = decide_restore(facts(book, slots(commit.attempt)), step, 4)
+        assert found.choice is r.Choice.UNPROVEN
+        assert why in found.reason, found
 
 
 # -- nothing ---------------------------------------------------------------------------------------
