@@ -185,6 +185,8 @@ class Checkpointer:
             if self._on_error == "raise":
                 raise
         finally:
+            if self._plan is not None:
+                self._plan.release()  # a save that was skipped must not keep the state alive
             self._loop.saved(time.monotonic() - begun)
         self._pending.append(handle)
         return handle
@@ -297,6 +299,7 @@ class Checkpointer:
         """Let the agent make room for the saves to come, while the first steps train."""
         try:
             self._plan = snapshot.plan(state, self._plan)
+            self._plan.release()
             self._seat.call(w.PrepareSlots(self._plan.capacity_bytes))
         except CheckpointError as e:
             self._seat.trouble("preparing for saves", e)

@@ -98,6 +98,10 @@ class Plan:
         devices and which tensors are tied or overlap. UnsupportedState as in :func:`plan`."""
         return bool(_Walk(state).key() == self._key)
 
+    def release(self) -> None:
+        """Let go of the state's tensors, written or not; the table still lends itself."""
+        self._sources = None
+
 
 def plan(state: Any, previous: Plan | None = None) -> Plan:
     """Walk ``state`` and return the plan of saving it; ``previous`` lends its table if it fits.

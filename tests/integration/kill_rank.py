@@ -16,7 +16,10 @@ import signal
 import socket
 import sys
 import time
+import warnings
+import weakref
 
+import numpy
 import torch
 
 import p2pckpt
@@ -106,6 +109,32 @@ class Rank:
     def steps(self):
         """As the agent knows them."""
         return {"steps": self.hook.steps()}
+
+    def mark(self):
+        """Put a tensor into the state whose memory can be asked for: `let_go`."""
+        memory = numpy.random.default_rng().random(1000, numpy.float32)
+        self.marked = weakref.ref(memory)
+        self.state["layers"][-1] = torch.from_numpy(memory)
+        return {}
+
+    def let_go(self):
+        """Put another tensor in its place: is its memory free then?"""
+        self.state["layers"][-1] = self.state["layers"][-1].clone()
+        gc.collect()
+        return {"free": self.marked() is None}
+
+    def epoch(self, workers):
+        """Load data by forked workers, which call `save` themselves; what each of them was told."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # more than the cores
+            loader = torch.utils.data.DataLoader(
+                [step + 1 for step in range(workers)],
+                batch_size=1,
+                num_workers=workers,
+                collate_fn=lambda step: self.hook.save(step[0], self.state).reason,
+                multiprocessing_context="fork",
+            )
+            return {"told": list(loader)}
 
     def collect(self):
         """Rid this process of its garbage, before its memory is looked at."""
