@@ -189,6 +189,7 @@ class Saving:
     async def _save(self, own: OwnAttempt) -> None:
         ctx, attempt = self.ctx, own.attempt
         stages: list[Held] = []
+        ctx.hindered[attempt.key] = f"{ctx.home.node} has not sealed its share"
         try:
             roster = await self._roster(attempt)
             slots = [
@@ -210,6 +211,7 @@ class Saving:
             for held in own.slots.values():
                 if held.attempt == attempt:
                     ctx.home.holdings.seal(held, held.length, sealed.manifest_digest)
+            ctx.hindered.pop(attempt.key, None)
             ctx.note("sealed", attempt=attempt.key, holders=list(sealed.holders))
             work = hand_in_share(ctx, self.gathering, roster, attempt, sealed)
             handing = ctx.home.spawn(f"hand in {attempt.key}", work)
@@ -225,6 +227,7 @@ class Saving:
         finally:
             for stage in stages:
                 ctx.home.holdings.release(stage)
+            ctx.hindered.pop(attempt.key, None)
 
     # -- small things -----------------------------------------------------------------------------
 

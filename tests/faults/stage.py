@@ -22,6 +22,8 @@ from p2pckpt.coding.checksum import verify_chunks
 from p2pckpt.config import Config
 from p2pckpt.errors import AgentUnreachable, CheckpointError, IntegrityError, NotSeated, SaveAborted
 from p2pckpt.jobstate import JobState
+from p2pckpt.save.encode import encode_rank
+from p2pckpt.traffic import Traffic
 from p2pckpt.wire import unpack
 from simulations.world import clock
 
@@ -96,6 +98,20 @@ class ToldLedger:
         for gate in self._tell(txn):
             await gate.wait()
         return await self._door.transact(txn)
+
+
+class StoppedEncoder:
+    """A node's workers, which encode a snapshot when its gate is opened, and not before."""
+
+    def __init__(self, workers):
+        self.workers, self.gates = workers, {}
+
+    async def run(self, work, cost_bytes, traffic=Traffic.RESTORE):
+        if getattr(work, "func", None) is encode_rank:
+            _, image, *_ = work.args
+            gate = self.gates[bytes(image)] = asyncio.Event()
+            await gate.wait()
+        return await self.workers.run(work, cost_bytes, traffic)
 
 
 class Stage:
@@ -182,6 +198,17 @@ class Stage:
         gate = asyncio.Event()
         self.before_commit(node, lambda: gate)
         return gate
+
+    def doors_of(self, name, **doors):
+        """Other doors for a running agent."""
+        home = self.agents[name].home
+        home.doors = replace(home.doors, **doors)
+
+    def stop_encoder(self, name):
+        """A node encodes nothing from now on: see StoppedEncoder."""
+        stopped = StoppedEncoder(self.agents[name].home.doors.workers)
+        self.doors_of(name, workers=stopped)
+        return stopped
 
     def fill(self, *names):
         """Somebody else takes what is left of a node's budget."""

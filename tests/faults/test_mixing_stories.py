@@ -6,7 +6,6 @@ of one step, and what finds no slot within its bound is skipped, and said to be.
 """
 
 import asyncio
-from dataclasses import replace
 
 from s3_rig import RANKS
 from s3_rig import play as play_s3
@@ -14,9 +13,7 @@ from stage import ABORT, COMMIT, JOB, content, now, play, until
 
 from p2pckpt import wire as w
 from p2pckpt.errors import RestoreFailed, SourcesAway
-from p2pckpt.save.encode import encode_rank
 from p2pckpt.save.offload import rank_name
-from p2pckpt.traffic import Traffic
 from simulations.world.checkers import content as content_s3
 
 FOUR = ("n0", "n1", "n2", "n3")
@@ -67,31 +64,15 @@ def test_every_step_that_the_store_holds_is_one_step_although_it_is_slower_than_
     play_s3(story)
 
 
-class StoppedEncoder:
-    """A node's workers, which encode a snapshot when its gate is opened, and not before."""
-
-    def __init__(self, workers):
-        self.workers, self.gates = workers, {}
-
-    async def run(self, work, cost_bytes, traffic=Traffic.RESTORE):
-        if getattr(work, "func", None) is encode_rank:
-            _, image, *_ = work.args
-            gate = self.gates[bytes(image)] = asyncio.Event()
-            await gate.wait()
-        return await self.workers.run(work, cost_bytes, traffic)
-
-
 def test_slots_are_kept_for_their_saves_while_the_encoder_stands_still():
     """n0 encodes nothing while five saves are issued. The fifth finds no slot and is skipped; the
     others commit when encoding goes on, each with the bytes of its own call. (B007)"""
 
     async def story(stage):
         launch = await stage.launch(*FOUR, keep_last=3)
-        home = stage.agents["n0"].home
-        stopped = StoppedEncoder(home.doors.workers)
-        home.doors = replace(home.doors, workers=stopped)
+        stopped = stage.stop_encoder("n0")
         attempts = [await launch.begin(step) for step in range(1, 6)]
-        home.doors = replace(home.doors, workers=stopped.workers)
+        stage.doors_of("n0", workers=stopped.workers)
         *written, skipped = attempts
         assert "still in flight" in (await launch.outcome(*skipped)).reason
         assert stage.committed() == []
