@@ -69,7 +69,8 @@ def test_many_at_once_in_both_directions_and_to_oneself(world):
     assert np.array_equal(target, np.tile(source, 9))
 
 
-def test_new_content_at_the_same_address_and_new_file_of_the_same_name(world):  # B076
+def test_new_content_at_the_same_address_and_new_file_of_the_same_name(world):
+    """B076."""
     target = world.file("target", MIB)
     for i in range(60):
         if i % 2 == 0:
@@ -136,7 +137,8 @@ def test_unknown_cancelled_and_used_nonces_are_refused_and_change_nothing(world)
     world.run(body())
 
 
-def test_offering_another_length_names_both(world):  # B077
+def test_offering_another_length_names_both(world):
+    """B077."""
     world.file("source", MIB, seed=1)
     target = world.file("target", MIB)
 
@@ -154,13 +156,15 @@ def test_offering_another_length_names_both(world):  # B077
 @pytest.mark.parametrize(
     ("mode", "error", "match"),
     [
-        ("short", IntegrityError, "999.*1000"),  # B077: announced 1000, sent 999
+        ("short", IntegrityError, "999.*1000"),
         ("long", IntegrityError, "1001.*1000"),
         ("flood", PeerUnreachable, "breaks the protocol: OFFER out of turn"),
         ("mute", PeerUnreachable, "1000 bytes at 0 did not arrive within 1.0 s"),
     ],
 )
 def test_rogue_sender_with_the_nonce(world, mode, error, match):
+    """B077: 1,000 bytes are announced and 999, 1,001, too many messages or none come; nothing
+    outside the region changes."""
     target = world.file("target", 3000)
     target[:] = 7
 

@@ -9,6 +9,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -98,7 +100,7 @@ def _held(pid):
     return len(os.listdir(f"/proc/{pid}/fd")), int(anonymous.split()[1]) / 1024
 
 
-def _kill_receivers(world, times):  # B070
+def _kill_receivers(world, times):
     """Two receivers in turn, so that one starts again while the other one is killed."""
     size = 64 * MIB
     source, target = world.file("source", size, seed=3), world.file("target", size)
@@ -141,12 +143,14 @@ def _kill_receivers(world, times):  # B070
 
 
 def test_kill_the_receiving_mover_at_random_moments(world, monkeypatch):
+    """B070: the sender has an error within 5 s, lives, and grows neither memory nor descriptors."""
     monkeypatch.setattr(ucx, "PAUSE_S", (0.01, 0.02))
     _kill_receivers(world, 20)
 
 
 @pytest.mark.slow
 def test_kill_the_receiving_mover_a_hundred_times(world, monkeypatch):
+    """B070."""
     monkeypatch.setattr(ucx, "PAUSE_S", (0.01, 0.02))
     _kill_receivers(world, 100)
 
@@ -222,7 +226,8 @@ def test_nobody_there(world):
         world.run(body())
 
 
-def test_close_right_after_send_loses_nothing(world):  # B079
+def test_close_right_after_send_loses_nothing(world):
+    """B079."""
     size = 3 * MIB
     source, target = world.file("source", size, seed=3), world.file("target", size)
 
@@ -254,3 +259,81 @@ def test_close_ends_what_is_open(world):
         await ends_with(PeerUnreachable, transport.expect(Region("target", 0, MIB)), 1)
 
     world.run(body())
+
+
+# -- the end of an agent's process ----------------------------------------------------------------
+
+SENDER = """
+import asyncio, os, sys
+from p2pckpt.backends.ucx import UcxTransport
+from p2pckpt.ports import Region
+end, address, nonce, where, size = sys.argv[1:]
+def descriptor(file, writable):
+    return os.open(f"{where}/{file}", os.O_RDWR)
+async def main():
+    transport = await UcxTransport.start(descriptor, "127.0.0.1")
+    sending = transport.send(address, nonce, Region("big-source", 0, int(size)), 30)
+    sending = asyncio.create_task(sending)
+    print(transport.mover_pid, flush=True)
+    told = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
+    await asyncio.wait((sending, told), return_when=asyncio.FIRST_COMPLETED)
+    assert not sending.done(), sending
+    if end == "exception":
+        raise ArithmeticError
+asyncio.run(main())
+"""
+
+
+def _end_in_mid_transfer(world, end, expected):
+    """A process sends and ends, in its own way, when a part has arrived."""
+    arguments = (sys.executable, "-c", SENDER, end, world.b.address)
+
+    async def body():
+        await world.running(world.b)
+        before = world.b.received_total_bytes
+        grant = await world.b.expect(Region("big-target", 0, BIG))
+        where = str(world.directory)
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        sender = await asyncio.create_subprocess_exec(
+            *arguments, grant.nonce, where, str(BIG), **pipes
+        )
+        try:
+            mover = int(await asyncio.wait_for(sender.stdout.readline(), 20))
+            deadline = time.monotonic() + 10
+            while world.b.received_total_bytes == before:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0)
+            begun_s = time.monotonic()
+            if end == "SIGTERM":
+                sender.terminate()
+            _, err = await asyncio.wait_for(sender.communicate(b"\n"), 10)
+        finally:
+            if sender.returncode is None:
+                sender.kill()
+                await sender.wait()
+        assert sender.returncode == expected, err.decode()
+        await ends_with(PeerUnreachable, grant.received(10), 5)
+        while Path(f"/proc/{mover}/exe").exists():
+            await asyncio.sleep(0.01)
+            assert time.monotonic() - begun_s < 5
+        assert time.monotonic() - begun_s < 5
+
+    world.run(body())
+
+
+ENDS = {"return": 0, "exception": 1, "SIGTERM": -signal.SIGTERM}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_process_ends_in_mid_transfer(world, end):
+    """B081: native code runs in the mover, a process of its own, so no thread of it is in the way:
+    both are gone within 5 s, with the code that was to be expected."""
+    _end_in_mid_transfer(world, end, ENDS[end])
+
+
+@pytest.mark.slow
+def test_a_process_ends_in_mid_transfer_a_hundred_times(world):
+    """B081."""
+    for _ in range(33):
+        for end, expected in ENDS.items():
+            _end_in_mid_transfer(world, end, expected)

@@ -282,3 +282,54 @@ def test_parameters_keep_identity_strides_and_gradient_flag():
     assert not frozen.requires_grad
     assert target.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(target, w)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+LOAD = """
+import ctypes, mmap, resource, sys
+sys.path.insert(0, {tests!r})
+import torch
+from test_load import many_tensors, MIB
+from p2pckpt.restore.load import load
+torch.set_num_threads(1)
+with open({path!r}, "r+b") as file:
+    image = memoryview(mmap.mmap(file.fileno(), 0))
+target = many_tensors(0.0)
+load(image, target)  # code and caches of a load are there
+for tensor in target.values():
+    tensor.zero_()
+ctypes.CDLL(None).malloc_trim(0)
+status = open("/proc/self/status").read()
+now = next(int(l.split()[1]) * 1024 for l in status.splitlines() if l.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (now + 32 * MIB, -1))
+try:
+    torch.empty(48 * MIB, dtype=torch.uint8)
+except RuntimeError:
+    pass
+else:
+    sys.exit("the limit does not hold")
+load(image, target)
+assert all(bool((t == i).all()) for i, t in enumerate(target.values()))
+"""
+MIB = 1 << 20
+
+
+def many_tensors(by):
+    """200 tensors of 116 MiB, the largest one of 16."""
+    sizes = [16] + [1] * 100 + [0] * 99
+    return {str(i): torch.full((mib * MIB // 4,), by * i) for i, mib in enumerate(sizes)}
+
+
+def test_a_restore_needs_no_memory_but_the_targets(tmp_path):
+    """B066: 200 tensors are loaded from a mapped file with no more room than twice the largest:
+    each goes straight to its place, once. (A rank reads its own part only: it has its own file.)"""
+    path = tmp_path / "snapshot"
+    path.write_bytes(save(many_tensors(1.0)))
+    code = LOAD.format(tests=os.path.dirname(__file__), path=str(path))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
