@@ -117,6 +117,8 @@ def test_put_absent_puts_once(stores):
 
 
 def test_many_put_absent_at_once_leave_one_whole_object(stores):
+    """B048."""
+
     async def story(rig):
         tries = [(rig.a, rig.b)[i % 2].put_absent("x", b"%d" % i * 1000) for i in range(8)]
         won = await asyncio.gather(*tries)
@@ -181,6 +183,8 @@ def test_delete_takes_exactly_the_named_ones_and_absent_is_fine(stores):
 
 
 def test_a_cancelled_upload_is_invisible_pending_and_can_be_aborted(stores):
+    """B095."""
+
     async def story(rig):
         data, begun = noise(BIG_BYTES), asyncio.Event()
         loop = asyncio.get_running_loop()

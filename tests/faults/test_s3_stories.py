@@ -1,6 +1,7 @@
 """Stories of the object store, with real agents under virtual time: what breaks, what must hold."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
@@ -101,6 +102,8 @@ def test_what_ram_still_has_comes_from_ram_and_the_rest_from_the_store():
 
 
 def test_an_outage_neither_delays_nor_fails_saves_and_the_newest_due_steps_go_out_after_it():
+    """B103: due steps wait, up to a limit; the status tells which, and a note what is dropped."""
+
     async def story(rig):
         rig.bucket.outage()
         began = asyncio.get_running_loop().time()
@@ -109,6 +112,8 @@ def test_an_outage_neither_delays_nor_fails_saves_and_the_newest_due_steps_go_ou
         assert took_s < 40 * 2.0 + 8.0
         assert rig.offloaded() == []
         await rig.until(lambda: len(rig.notes("offload_dropped")) == 20 - 4)
+        told = await rig.cluster.nodes["n0"].trainer().call(w.StatusQuery())
+        assert json.loads(told.document)["jobs"][JOB]["offload_due"] == [34, 36, 38, 40]
         rig.bucket.outage(0)
         await rig.until(lambda: rig.offloaded()[-1:] == [40], 120.0)
         await rig.lose_all()
@@ -202,6 +207,8 @@ def test_a_rebuilt_ledger_finds_what_the_store_has(whole):
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "manifest", "manifest object"])
 def test_a_damaged_object_is_found_and_the_previous_step_comes_back(damage):
+    """B107."""
+
     async def story(rig):
         await rig.train(1, 2, 3, 4)
         await rig.until(lambda: rig.offloaded() == [2, 4])
@@ -319,6 +326,8 @@ def test_answers_that_get_lost_change_nothing():
 
 
 def test_two_agents_that_believe_to_lead_offload_one_checkpoint(monkeypatch):
+    """B048: names are those of the attempt, both write the same bytes, and one manifest and one
+    record of it come to stand."""
     monkeypatch.setattr(offloading.Offloading, "_leads", lambda self: True)
 
     async def story(rig):
@@ -341,6 +350,9 @@ def test_two_agents_that_believe_to_lead_offload_one_checkpoint(monkeypatch):
 
 
 def test_the_newest_offloaded_steps_are_kept_and_older_ones_go_by_record():
+    """B042: what is not proven to be an abandoned attempt of this job is never deleted, a copy
+    without its manifest neither."""
+
     async def story(rig):
         foreign = {
             f"{JOB}/{'0' * 32}/0000000001.0000000000.00000000000000000002/n0/rank-0.safetensors",
@@ -395,6 +407,8 @@ def test_the_agent_of_rank_0_is_lost_in_mid_offload():
 
 
 def test_uploads_that_a_dead_agent_left_are_aborted_and_foreign_ones_stay():
+    """B095: by age, below the own prefix, and counted."""
+
     async def story(rig):
         rig.bucket.slow(3000)
         await rig.train(1, 2)

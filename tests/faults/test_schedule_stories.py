@@ -142,7 +142,8 @@ def test_a_rank_that_missed_the_news_costs_its_steps_and_no_more():
 
 def test_sigterm_to_all_ranks_within_300_ms_gives_one_last_step():
     """Each rank passes it on at its next step, all agents propose: one step is agreed, saved by all
-    and committed, and every loop ends there by itself, also that of the rank which got none."""
+    and committed, and every loop ends there by itself, also that of the rank which got none.
+    (B056)"""
 
     async def story(stage):
         launch = await stage.launch(*FOUR)

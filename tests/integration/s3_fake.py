@@ -26,6 +26,7 @@ class Request:
     at_s: float
     signed: datetime
     key: str
+    headers: dict
 
     @property
     def part(self):
@@ -72,6 +73,17 @@ class FakeS3:
             case "PUT":
                 self.objects[request.name] = body
                 return 200, b"", {"ETag": "e"}
+            case "DELETE":
+                self.objects.pop(request.name, None)
+                return 204, b"", {}
+            case "GET" if "list-type" in request.query:
+                where = f"{request.name}/{request.query['prefix'][0]}"
+                names = sorted(n for n in self.objects if n.startswith(where))
+                keys = [n[len(request.name) + 1 :] for n in names]
+                sizes = [len(self.objects[n]) for n in names]
+                rows = (f"<Key>{k}</Key><Size>{n}</Size>" for k, n in zip(keys, sizes, strict=True))
+                text = "".join(f"<Contents>{row}</Contents>" for row in rows)
+                return 200, f"<ListBucketResult>{text}</ListBucketResult>".encode(), {}
         found = self.objects.get(request.name)
         if found is None:
             return 404, b"<Error><Code>NoSuchKey</Code></Error>", {}
@@ -96,6 +108,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             at_s=time.monotonic(),
             signed=signed.replace(tzinfo=UTC),
             key=key.group(1) if key else "",
+            headers={name.lower(): value for name, value in self.headers.items()},
         )
         status, answer, headers = self.store.answer(request, body)
         self.send_response(status)
@@ -105,7 +118,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(answer)
 
-    do_PUT = do_POST = do_HEAD = do_GET  # noqa: N815
+    do_PUT = do_POST = do_HEAD = do_DELETE = do_GET  # noqa: N815
 
     def date_time_string(self, timestamp=None):
         return format_datetime(self.store.now(), usegmt=True)

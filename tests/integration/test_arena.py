@@ -90,6 +90,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def test_files_are_private_whatever_the_umask(shm):
+    """B068."""
     before = os.umask(0)
     try:
         with opened(shm / "a") as arena:
@@ -138,6 +139,7 @@ def test_others_directories_are_refused_by_name_owner_and_mode(shm):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="making another user's directory needs root")
 def test_another_users_left_over_is_refused(shm):
+    """B068."""
     (shm / "a").mkdir(mode=0o700)
     os.chown(shm / "a", 12345, 12345)
     with pytest.raises(UsageError, match="uid 12345"):
@@ -193,6 +195,7 @@ def test_descriptors_are_fresh_and_read_only_where_asked(shm):
 
 @as_root
 def test_too_small_tmpfs_is_no_room_and_never_sigbus(small_tmpfs):
+    """B059."""
     with opened(small_tmpfs / "a") as arena:
         with pytest.raises(NoRoom, match=rf"needs {100 * MB} bytes.*has 6\d{{7}}"):
             asyncio.run(arena.reserve("big", 100 * MB))
@@ -213,6 +216,7 @@ def test_too_small_tmpfs_is_no_room_and_never_sigbus(small_tmpfs):
 
 @as_root
 def test_kills_do_not_pile_up_and_a_neighbour_lives(small_tmpfs):
+    """B060."""
     code = """
         import asyncio, sys
         from p2pckpt.backends.arena import TmpfsArena
@@ -456,6 +460,7 @@ CGROUP_V1 = Path("/sys/fs/cgroup/memory")
     not os.access(CGROUP_V1 / "memory.limit_in_bytes", os.W_OK), reason="needs cgroup v1 as root"
 )
 def test_default_budget_keeps_below_a_real_cgroup_limit(shm):
+    """B062."""
     group = CGROUP_V1 / f"p2pckpt-test-{os.getpid()}"
     group.mkdir()
     try:

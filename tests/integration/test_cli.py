@@ -76,6 +76,7 @@ def test_a_step_or_job_that_is_not_there(cluster):
 
 
 def test_verify_right_and_wrong(cluster):
+    """B107, of RAM."""
     socket = cluster.socket("n1")
     d = document("verify", "latest", "--job", "demo", agent=socket)
     assert d["restorable"]

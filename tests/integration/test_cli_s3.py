@@ -79,6 +79,7 @@ def test_after_all_ram_is_lost_the_step_is_had_from_the_store(rig, tmp_path):
 
 
 def test_damaged_objects_are_found_and_nothing_of_them_is_exported(rig, tmp_path):
+    """B107, of the store."""
     cluster, store = rig
     socket = cluster.socket("n1")
     heal = damage(store, "/rank-1.safetensors", 200_000)

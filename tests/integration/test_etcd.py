@@ -296,6 +296,8 @@ def test_a_watch_cut_off_during_a_compaction_says_so(tmp_path, prefix):
 
 
 def test_a_thousand_cancelled_watches_leave_nothing_behind(one, prefix):
+    """B093."""
+
     def counts():
         fds = os.listdir("/proc/self/fd")
         return threading.active_count(), len(fds), len(asyncio.all_tasks())

@@ -228,6 +228,8 @@ async def more_writes(spans, count):
 
 
 def test_a_frozen_leader_stops_nothing_for_long(three, prefix):
+    """B089."""
+
     async def main():
         async with Etcd(three.endpoints) as other:
             session = await other.membership.open(member("n-freeze"), 10.0)
@@ -329,6 +331,8 @@ def test_every_member_is_lost_in_turn_and_no_watch_notices(tmp_path, prefix, how
 
 @pytest.mark.slow
 def test_a_frozen_leader_for_a_minute(three, prefix):
+    """B089."""
+
     async def main():
         async with Etcd(three.endpoints) as other:
             session = await other.membership.open(member("n-minute"), 10.0)

@@ -86,6 +86,7 @@ def told(cluster, *arguments):
 
 
 def test_a_full_etcd_stops_saves_and_loses_nothing(cluster):
+    """B087."""
     agents = [node.agent.pid for node in cluster.nodes]
     with Job(cluster, "full", cluster.nodes, 1) as job:
         job.launch()

@@ -122,6 +122,7 @@ def certificates(tmp_path_factory):
 
 
 def test_certificates_let_in_and_keep_out(tmp_path, certificates):
+    """B084: who a client is says its certificate, so there is no token that could expire."""
     root, agent, stranger = (certificates[name] for name in ("root", "agent", "stranger"))
     options = EtcdOptions(durable=False, tls=root)
     with EtcdServers.start(tmp_path, 1, options) as servers:

@@ -57,6 +57,7 @@ def kill_in_saves(job, rounds):
 
 
 def test_trainers_killed_while_they_save(cluster):
+    """B023: and the tensors of both ranks have the same names, and each rank gets its own back."""
     with job_of(cluster, "trainers", 64) as job:
         found = kill_in_saves(job, 8)
         assert found.count(0) >= 4, found  # most were killed before the snapshot was whole
@@ -115,6 +116,7 @@ def freeze_the_committer(job, rounds):
 
 
 def test_the_committer_stands_still(cluster):
+    """B082."""
     with job_of(cluster, "frozen") as job:
         freeze_the_committer(job, 1)
 
@@ -302,6 +304,7 @@ def test_etcd_stands_still(cluster):
 
 
 def test_two_jobs_see_only_their_own(cluster):
+    """B041."""
     with job_of(cluster, "one", 8) as one, job_of(cluster, "two", 12) as two:
         two.nodes = two.nodes[::-1]
         one.launch()

@@ -331,6 +331,8 @@ def test_close_ends_open_calls_on_both_sides_without_cancelling_anybody():
 
 
 def test_a_port_in_use_is_an_error_not_shared():
+    """B054: at the start; agents bind port 0 and publish what they got."""
+
     async def body():
         async with agents(1) as (a,):
             port = int(a.address.split(":")[1])

@@ -122,6 +122,7 @@ def interrupt(cluster, job, place, chance, newest):
 
 @pytest.mark.parametrize("moments", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_sigterm_at_random_moments_of_the_loop(cluster, moments, tmp_path, capsys):
+    """B056."""
     seed = random.randrange(10**6)
     chance, newest, committed, longest_s = random.Random(seed), 0, 0, 0.0
     for _ in range(moments):

@@ -75,6 +75,7 @@ def upload(name, data, unit=4096):
 
 
 def test_part_sizes_are_worked_out_before_the_start():
+    """B096."""
     place = Place("bucket", "")
 
     def size(length, unit=256 * 1024):
@@ -90,6 +91,8 @@ def test_part_sizes_are_worked_out_before_the_start():
 
 
 def test_objects_around_the_limit_of_parts(place):
+    """B096."""
+
     async def story():
         async with client(replace(place, max_parts=2)) as objects:
             for length in (10 * MIB - 1000, 10 * MIB, 10 * MIB + 1, 11 * MIB):
@@ -156,6 +159,7 @@ def test_a_wrong_secret_and_a_wrong_bucket_are_named(place, monkeypatch):
 
 
 def test_credentials_that_change_are_read_anew(server, place, monkeypatch, tmp_path):
+    """B101: the real store, which knows the first keys not at all."""
     file = tmp_path / "credentials"
 
     def write(key, secret):
@@ -245,6 +249,8 @@ def throttling(refuse, retry_after=""):
 
 
 def test_throttling_is_waited_out_as_the_server_wishes(place):
+    """B097."""
+
     async def story(endpoint, asked):
         async with client(replace(place, endpoint=endpoint)) as objects:
             assert await objects.get("x") == b"data"

@@ -1,4 +1,4 @@
-"""What a store says no to, and what becomes of it: a wrong clock, keys that expire, too many calls.
+"""What stores say no to: headers that are new, a wrong clock, keys that expired, too many calls.
 
 The store is a small one of our own (`s3_fake`), as no real one does these on demand; the client is
 the real one. What the real store does is in test_s3.py.
@@ -59,6 +59,39 @@ def run(story):
 
 def upload(name, data):
     return Upload(name, len(data), 4096, lambda at, n: data[at : at + n])
+
+
+NEW = ("x-amz-sdk-checksum-algorithm", "x-amz-trailer", "x-amz-decoded-content-length")
+"""What the SDK adds by default since 1.36, and stores without trailing checksums refuse."""
+
+
+def test_a_store_that_knows_no_new_headers_and_wants_an_md5_of_batches_is_served(store):
+    """B094: what the SDK would add by itself is not sent, nor a batch delete: whole and in parts,
+    an object is put, listed, read and deleted; its digest is our own."""
+
+    def refuse(request):
+        chunked = "aws-chunked" in request.headers.get("content-encoding", "")
+        if chunked or any(name in request.headers for name in NEW):
+            return 501, "NotImplemented", {}
+        batch = "delete" in request.query and "content-md5" not in request.headers
+        return (400, "InvalidRequest", {}) if batch else None
+
+    store.refuse = refuse
+
+    async def story():
+        async with client(store.place) as objects:
+            for data in (b"small", random.Random(2).randbytes(6 * MIB)):
+                await objects.put(upload("d/x", data))
+                assert await objects.put_absent("d/once", b"1")
+                assert [s.length for s in await objects.list("d/")] == [1, len(data)]
+                assert await objects.get("d/x") == data
+                await objects.delete(["d/x", "d/once"])
+                assert await objects.list("d/") == ()
+        sent = [request for request in store.asked if request.method == "PUT"]
+        assert len(sent) == 1 + 2 + 2
+        assert all("x-amz-checksum-crc32c" in request.headers for request in sent)
+
+    run(story)
 
 
 @pytest.mark.parametrize("off_s", [1200, -1200])

@@ -314,6 +314,8 @@ def test_a_stopped_trainer_is_alive(shm):
 
 
 def test_a_forked_child_gets_an_error_and_harms_nobody(shm, arena):
+    """B071."""
+
     async def main():
         agent = Agent(arena)
         code = """
@@ -486,6 +488,8 @@ def test_the_socket_is_private_and_replaces_only_a_dead_one(shm):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_other_users_are_served_if_allowed_and_told_if_not(shm, arena):
+    """B068."""
+
     async def main():
         shm.chmod(0o755)
         code = """

@@ -44,22 +44,26 @@ def random_bytes(length, seed=0):
     ],
 )
 def test_known_answers(message, expected):
+    """B108."""
     assert crc32c(message) == expected == reference(message)
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 255, 767, 768, 769, 24_575, 24_576, 24_577, 40_000])
 def test_equals_the_bitwise_reference(length):
+    """B108."""
     data = random_bytes(length)
     assert crc32c(data) == reference(data.tobytes())
 
 
 def test_every_split_gives_the_same_value():
+    """B108."""
     data = random_bytes(2000).tobytes()
     whole = crc32c(data)
     assert all(crc32c(data[at:], crc32c(data[:at])) == whole for at in range(len(data) + 1))
 
 
 def test_unaligned_buffers():
+    """B108."""
     area = random_bytes(40_100)
     copies = {
         crc32c(np.concatenate([np.zeros(at, np.uint8), area[:40_000]])[at:]) for at in range(65)
@@ -86,6 +90,7 @@ def test_no_contiguous_buffer(wrong):
 
 @pytest.mark.slow
 def test_more_than_4_gib():
+    """B108."""
     length = (4 << 30) + 12_345
     with mmap.mmap(-1, length) as area:  # never written: reads map the kernel's zero page
         assert crc32c(area) == extend_with_zeros(0, length)

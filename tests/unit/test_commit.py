@@ -287,6 +287,7 @@ def test_no_group_record_for_an_attempt_that_is_over(what):
 
 
 def test_a_commit_of_7680_nodes_fits_one_transaction():
+    """B086."""
     book = Book()
     entries = book.groups(A, *[group_record(A, g) for g in range(120)])
     txn = commit_txn(book.state(), A, entries, outcome_of(A))
@@ -317,6 +318,7 @@ def full_group(layout, ranks=8):
     "layout", ["copies:2", "rs:2,1", "rs:4,2", "rs:8,3", "rs:16,4", "copies:20"]
 )
 def test_a_full_group_record_fits_the_ledger(layout):
+    """B086."""
     assert len(pack(full_group(r.Layout.parse(layout)))) <= MAX_RECORD_BYTES
 
 

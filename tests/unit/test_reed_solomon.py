@@ -102,6 +102,7 @@ def test_the_largest_code():
 
 @pytest.mark.parametrize("total", range(1, 13))
 def test_every_loss_of_up_to_m_is_repaired(total):
+    """B104."""
     for k in range(1, total + 1):
         m = total - k
         shards = encoded(k, m, 19)
@@ -112,6 +113,7 @@ def test_every_loss_of_up_to_m_is_repaired(total):
 
 @pytest.mark.parametrize("total", range(1, 13))
 def test_every_loss_of_m_plus_one_is_refused(total):
+    """B104."""
     for k in range(1, total + 1):
         m = total - k
         shards = encoded(k, m, 3)
@@ -133,12 +135,13 @@ BREAK_POWER_ROWS = [
 
 @pytest.mark.parametrize(("k", "m", "lost"), BREAK_POWER_ROWS)
 def test_losses_that_break_rows_of_powers_are_repaired(k, m, lost):
+    """B104."""
     assert_repaired(k, m, encoded(k, m, 333), lost)
 
 
 @pytest.mark.parametrize(("k", "m", "lost"), BREAK_POWER_ROWS[:3])
 def test_a_singular_matrix_is_an_error(k, m, lost):
-    """With rows of powers the same losses leave a singular matrix: the inverter must say so."""
+    """With rows of powers the same losses leave a singular matrix: the inverter says so. (B104)"""
     rows = np.zeros((k + m, k), dtype=np.uint8)
     rows[:k] = np.eye(k)
     base = 1
@@ -155,6 +158,7 @@ def test_a_singular_matrix_is_an_error(k, m, lost):
 
 @pytest.mark.parametrize("codes", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_losses_of_large_codes(codes):
+    """B104."""
     random = np.random.default_rng(104)
     for _ in range(codes):
         total = int(random.integers(13, 65))
