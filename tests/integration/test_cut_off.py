@@ -103,6 +103,21 @@ def whole_again(job, steps=()):
 # -- links ----------------------------------------------------------------------------------------
 
 
+def test_nodes_meet_at_the_addresses_that_they_were_told(cluster, job):
+    """B074: on every node there is 172.17.0.1 as well, and an interface that is down. Neither is
+    used, and each says which it uses and how fast that is."""
+    for node in cluster.nodes:
+        own = cluster.lan.address(node.name)
+        found = cluster.lan[node.name].run("ip -brief address")
+        assert "172.17.0.1" in found
+        assert any(line.split()[1] == "DOWN" for line in found.splitlines()), found
+        last = node.status()["telemetry"]["last"]
+        assert last["transport"]["address"].split(":")[0] == own
+        assert last["ready"]["nic_bytes_s"] > 0
+    job.commit()
+    assert job.verified() == job.step
+
+
 def test_a_holder_is_pulled_off_the_switch_while_it_is_written_to(cluster, job):
     """B052, B070: the save finds another way or is aborted; the next ones commit, degraded, and
     say so."""
