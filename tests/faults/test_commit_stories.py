@@ -274,6 +274,37 @@ def test_a_share_that_fails_aborts_the_save_and_the_step_before_is_loadable(fail
     play(story, bytes_per_s=1e6)
 
 
+@pytest.mark.parametrize("keep_memory", [True, False])
+def test_all_are_killed_before_a_peer_has_acknowledged_and_the_step_before_is_whole(keep_memory):
+    """keep_last=1: save(2) has returned everywhere when all trainers and two nodes' agents are
+    killed, or one of these nodes is lost with its RAM, before the first receipt. Step 1 comes back,
+    as nothing goes before the newer commit stands. (B037)"""
+
+    async def story(stage):
+        launch = await stage.launch(*FOUR, keep_last=1)
+        await launch.saved(1)
+        killed = asyncio.Event()
+
+        def kill():
+            launch.kill()
+            stage.crash("n0", keep_memory=True)
+            stage.crash("n1", keep_memory=keep_memory)
+            killed.set()
+
+        stage.at("message.arrived", kill, kind="PutSeal")
+        await launch.begin(2)
+        await asyncio.wait_for(killed.wait(), 30)
+        assert 2 not in stage.committed()
+        stage.start("n0")
+        if keep_memory:
+            stage.start("n1")
+        launch = await launch.again("n0", "n4", "n2", "n3")
+        assert await launch.restore() == 1
+        await launch.saved(2)
+
+    play(story, bytes_per_s=1e6)
+
+
 def test_a_holder_that_dies_in_mid_transfer_is_replaced():
     """rs:2,1 on five nodes: when a holder dies under n0's shard, the spare node takes it."""
 

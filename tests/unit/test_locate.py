@@ -241,6 +241,7 @@ def test_a_step_that_was_asked_for_is_that_step_or_an_error():
 
 
 def test_another_world_size_is_refused_with_both_numbers():
+    """B030, the default."""
     book, (commit,) = with_steps(20)
     found = decide_restore(facts(book, slots(commit.attempt)), None, 8)
     assert found.choice is r.Choice.UNPROVEN
