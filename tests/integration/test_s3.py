@@ -8,6 +8,7 @@ import http.server
 import itertools
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import threading
@@ -206,6 +207,47 @@ def test_the_server_checks_our_crc_so_damage_on_the_way_is_found(place, monkeypa
             broken[0] = False
             await objects.put(upload("x", data))
             assert await objects.get("x") == data
+
+    run(story)
+
+
+UPLOADER = """
+import asyncio, sys, time
+from p2pckpt.backends.s3 import Place, S3Objects
+from p2pckpt.backends.workers import ThreadWorkers
+from p2pckpt.ports import Upload
+bucket, prefix, endpoint, name = sys.argv[1:]
+def part(at, n):
+    if at:  # the first part is there, or on its way
+        print("uploads", flush=True)
+        time.sleep(30)
+    return bytes(n)
+place = Place(bucket, prefix, endpoint, part_bytes=5 << 20)
+upload = Upload(name, 15 << 20, 4096, part)
+asyncio.run(S3Objects(place, ThreadWorkers(4)).put(upload))
+"""
+
+
+def test_uploads_of_killed_processes_are_found_and_aborted(place):
+    """B095: kill -9 in mid-upload, five times; what others began stays."""
+    for i in range(6):
+        name = f"mine/{i}" if i else "other/x"
+        where = (place.bucket, place.prefix, place.endpoint, name)
+        command = [sys.executable, "-c", UPLOADER, *where]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as uploader:
+            assert uploader.stdout.readline() == "uploads\n"
+            uploader.kill()
+
+    async def story():
+        async with client(place) as objects:
+            left = await objects.pending("mine/")
+            assert [p.name for p in sorted(left, key=lambda p: p.name)] == [
+                f"mine/{i}" for i in range(1, 6)
+            ]
+            for pending in left:
+                await objects.abort(pending)
+            assert [p.name for p in await objects.pending("")] == ["other/x"]
+            assert await objects.list("") == ()
 
     run(story)
 

@@ -69,10 +69,11 @@ def test_many_at_once_in_both_directions_and_to_oneself(world):
     assert np.array_equal(target, np.tile(source, 9))
 
 
-def test_new_content_at_the_same_address_and_new_file_of_the_same_name(world):
+@pytest.mark.parametrize("times", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_new_content_at_the_same_address_and_new_file_of_the_same_name(world, times):
     """B076."""
     target = world.file("target", MIB)
-    for i in range(60):
+    for i in range(times):
         if i % 2 == 0:
             source = world.file("source", MIB, seed=i)
         else:

@@ -226,13 +226,14 @@ def test_nobody_there(world):
         world.run(body())
 
 
-def test_close_right_after_send_loses_nothing(world):
+@pytest.mark.parametrize("times", [4, pytest.param(100, marks=pytest.mark.slow)])
+def test_close_right_after_send_loses_nothing(world, times):
     """B079."""
     size = 3 * MIB
     source, target = world.file("source", size, seed=3), world.file("target", size)
 
     async def body():
-        for _ in range(4):
+        for _ in range(times):
             target[:] = 0
             sender = await UcxTransport.start(world.descriptor, HOST)
             grant = await world.b.expect(Region("target", 0, size))
