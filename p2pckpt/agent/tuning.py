@@ -174,8 +174,10 @@ class Tuning:
         default_factory=lambda: {True: _few(), False: _few()}
     )
     """By whether they needed the store."""
-    restored: dict[int, bool] = field(default_factory=dict)
-    """The same, by generation, of those that this agent saw begin with a restore."""
+    restored: tuple[int, bool] | None = None
+    """The newest generation that this agent saw begin with a restore, and the same of it."""
+    earlier: tuple[int, int] = (0, 0)
+    """Restores of generations before that one, and how many of them needed the store."""
     timed: int = 0
     """The newest generation whose restore is among the times."""
     chosen: Chosen | None = None
@@ -197,7 +199,7 @@ class Tuning:
         return (
             any(map(self.ctx.decided, self.begun))
             or bool(self._over())
-            or self._restore() not in (None, *self.restored.items())
+            or self._restore() not in (None, self.restored)
         )
 
     def learn(self) -> bool:
@@ -216,7 +218,9 @@ class Tuning:
                 self.stored_s.append(now - since)
                 self._uploaded(before_s)
         if (restore := self._restore()) is not None:
-            self.restored[restore[0]] = restore[1]
+            if self.restored is not None and self.restored[0] != restore[0]:
+                self.earlier = self.earlier[0] + 1, self.earlier[1] + self.restored[1]
+            self.restored = restore
         self.since_change += commits
         return commits > 0
 
@@ -266,11 +270,13 @@ class Tuning:
         prior_s = config.mtbf_prior_s
         failures = max(0, number - self.first[1])  # a job that was cleaned begins at 1 again
         rate = failure_rate(1 / prior_s, prior_s, failures, now - self.first[0])
-        deep = sum(self.restored.values())
-        share = deep_share_of(config.deep_share_prior, PRIOR_RESTORES, deep, len(self.restored))
-        if seen.restore_s and self.timed != number and number in self.restored:
-            self.restores_s[self.restored[number]].append(seen.restore_s)
-            self.timed = number
+        restores, deep = self.earlier
+        if self.restored is not None:
+            restores, deep = restores + 1, deep + self.restored[1]
+            if seen.restore_s and self.timed != number == self.restored[0]:
+                self.restores_s[self.restored[1]].append(seen.restore_s)
+                self.timed = number
+        share = deep_share_of(config.deep_share_prior, PRIOR_RESTORES, deep, restores)
         settle_s = _median(self.settles_s)
         ram = Cost(seen.block_s, settle_s, _median(self.restores_s[False], settle_s))
         store = None
