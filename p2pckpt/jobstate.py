@@ -198,6 +198,11 @@ class JobState:
         assert closed.base is not None
         return known.get((closed.base.lineage, closed.base.step))
 
+    def restored(self) -> set[r.Attempt]:
+        """Commits that a launch began with: their bytes were read, and were right."""
+        good = (c for c in self.closed.values() if c.close is r.Close.OK)
+        return {c.commit.attempt for c in good if c.commit is not None}
+
     def quarantined(self) -> set[str]:
         """Attempts whose bytes were read and were wrong beyond repair: never restored again."""
         bad = (c for c in self.closed.values() if c.close is r.Close.BAD and c.commit)

@@ -255,6 +255,7 @@ class HandIn(r.Record, frozen=True):
     """A node's piece for its group's record: a sealed share or a report. See agent/gather."""
 
     job: str
+    ledger_id: str
     node: str
     generation: int
     share: r.SealedShare | None = None

@@ -96,7 +96,8 @@ def decide_clean(
     ids |= {f.attempt.ledger_id for reply in held.values() for f in reply.files}
     steps = {c.attempt.step for c in state.commits.values()}
     steps |= {f.attempt.step for reply in held.values() for f in reply.files}
-    found = bool(own) or any(reply.files for reply in held.values())
+    known = set(seen.values()) - state.cleaned  # an agent waits, frozen, for a ledger that is gone
+    found = bool(own or known) or any(reply.files for reply in held.values())
     return Cleaning(
         _problem(alive),
         found,

@@ -161,6 +161,7 @@ async def _report(
 
     piece = w.HandIn(
         job=ctx.job,
+        ledger_id=ctx.state.ledger_id,
         node=ctx.home.node,
         generation=decision.generation,
         report=report,

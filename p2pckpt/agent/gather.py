@@ -33,10 +33,10 @@ MAX_TOPICS = 256
 
 
 def topic(piece: HandIn) -> str:
-    """What a piece belongs to: an attempt or a ballot."""
+    """What a piece belongs to: an attempt or a ballot, of one ledger, as another counts anew."""
     if piece.attempt is not None:
-        return f"save {piece.attempt.key}"
-    return f"restore {piece.generation}/{piece.ballot}"
+        return f"save {piece.attempt.key} of {piece.ledger_id}"
+    return f"restore {piece.generation}/{piece.ballot} of {piece.ledger_id}"
 
 
 @dataclass

@@ -171,11 +171,12 @@ class JobAgent:
         raise UsageError(f"{type(request).__name__} is not a request of a trainer")
 
     async def trainer_gone(self, trainer: TrainerId) -> None:
-        """A process died: its rank ends what it had begun, and the ledger is told."""
+        """A process died: the ledger is told, and what its rank had begun ends. In this order, as
+        a ledger that forgot has no end for an attempt, and is cleaned only when all are dead."""
         self.seats.pop(trainer, None)
         self.scheduling.unseat(trainer)
-        await self.saving.trainer_gone(trainer)
         await self.launches.trainer_gone(trainer)
+        await self.saving.trainer_gone(trainer)
 
     def busy(self) -> bool:
         """Is a save or a restore of this job in flight here?"""

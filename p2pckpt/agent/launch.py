@@ -375,6 +375,8 @@ class Launches:
                 elif launch.trainers:
                     launch.join_id = self.ctx.home.doors.ids.new()
                     await self._announce(launch.call, launch)
+                    if not launch.trainers:  # they died meanwhile: what was just said goes, too
+                        continue
                 else:
                     await self._forget(token, launch)
                 return

@@ -42,6 +42,7 @@ async def hand_in_share(
 
     piece = w.HandIn(
         job=ctx.job,
+        ledger_id=attempt.ledger_id,
         node=ctx.home.node,
         generation=attempt.generation,
         attempt=attempt,

@@ -57,6 +57,7 @@ class Promises:
         self._forgot_at = -1.0
         """When the ledger last forgot: what it rests on then is not what training stood on."""
         self._bad: set[str] = set()
+        self._restored: dict[str, r.Commit] = {}
         self._retired: set[str] = set()
         """Offloads that were ever retired: the ledger may be set back while their objects go."""
 
@@ -86,14 +87,23 @@ class Promises:
             return
         names = list(kept)
         later = [kept[n].commit.lineage for n in names[names.index(attempt.key) + 1 :]]
+        later += [c.lineage for c in self._came_back(kept) if c.attempt.key > attempt.key]
         newer = max((later.count(lineage) for lineage in later), default=0)
         if newer < keep_last:
             self.object(f"step {attempt.step} was retired for {newer} newer ones, not {keep_last}")
+
+    def _came_back(self, kept: Mapping[str, Kept]) -> list[r.Commit]:
+        """Commits that were retired, that a rebuilt ledger has again, and that were restored."""
+        there = self.cluster.etcd.get
+        gone = (c for key, c in self._restored.items() if key not in kept)
+        return [c for c in gone if there(self.keys.commit(c.lineage, c.attempt.step)) is not None]
 
     def closed(self, closed: r.Closed) -> None:
         """A ballot has its end."""
         if closed.close is r.Close.OK:
             self._closed.add((closed.generation, closed.ballot))
+            if closed.commit is not None:
+                self._restored[closed.commit.attempt.key] = closed.commit
         if closed.close is r.Close.BAD and closed.commit is not None:
             self._bad.add(closed.commit.attempt.key)
         self._ballot_at = true_time()

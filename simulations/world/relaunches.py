@@ -121,10 +121,10 @@ async def straggler(world: HasWorld, node: FakeNode, fault: Fault) -> None:
         if any(rank.copying for rank in slow):
             break
         await asyncio.sleep(0.1)
-    others = [name for name in world.living if name not in [rank.node for rank in ranks]]
     await asyncio.sleep(1.0)
     for rank in slow:
         rank.copy_s = COPY_S
+    others = [name for name in world.living if name not in [rank.node for rank in ranks]]
     if others and fault.chance % 3:
         lost = world.cluster.nodes[others[fault.chance % len(others)]]
         if fault.chance % 3 == 1:
