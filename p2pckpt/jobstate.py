@@ -198,10 +198,10 @@ class JobState:
         assert closed.base is not None
         return known.get((closed.base.lineage, closed.base.step))
 
-    def restored(self) -> set[r.Attempt]:
-        """Commits that a launch began with: their bytes were read, and were right."""
-        good = (c for c in self.closed.values() if c.close is r.Close.OK)
-        return {c.commit.attempt for c in good if c.commit is not None}
+    def restored_step(self, lineage: str) -> int:
+        """The newest step of a lineage that a launch began with: its bytes were there; -1: none."""
+        good = (c.commit for c in self.closed.values() if c.close is r.Close.OK)
+        return max((c.attempt.step for c in good if c and c.lineage == lineage), default=-1)
 
     def quarantined(self) -> set[str]:
         """Attempts whose bytes were read and were wrong beyond repair: never restored again."""

@@ -11,8 +11,9 @@ belongs to earlier generations is swept once a generation.
 
 Contract: `decide_*` are pure. Never retired: one of the newest keep_last steps of the lineage, the
 base while the lineage has fewer than keep_last steps of its own, anything with a reader. A commit
-that a rebuild kept counts as one of the newest only once it was restored: the ledger that was lost
-may have said that its bytes go. Never swept: the groups of a step that is committed or offloaded.
+that a rebuild kept counts as one of the newest only once it or a newer one was restored: the ledger
+that was lost may have said that its bytes go. Never swept: the groups of a step that is committed
+or offloaded.
 """
 
 from __future__ import annotations
@@ -73,12 +74,12 @@ def decide_retire(state: JobState, keep_last: int) -> list[Retirement]:
     current = state.current_lineage()
     if current is None or not 1 <= keep_last < len(state.commits):
         return []
-    bad, read = state.quarantined(), state.restored()
+    bad, read = state.quarantined(), state.restored_step(current.lineage)
     good = [
         step
         for step in state.steps(current.lineage)
         if (attempt := state.commits[current.lineage, step].attempt).key not in bad
-        and (attempt.ledger_id == state.ledger_id or attempt in read)
+        and (attempt.ledger_id == state.ledger_id or step <= read)
     ]
     newest = good[-keep_last:]
     if len(newest) < keep_last:

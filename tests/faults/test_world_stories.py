@@ -426,6 +426,27 @@ def test_frozen_agents_tell_that_their_ranks_are_dead():
     play(story)
 
 
+def test_deaths_are_told_though_a_save_in_flight_has_no_end():
+    """Seed 838. A rank died while it wrote, of a job whose ledger had gone back: nobody can put an
+    outcome, which its agent waited for before it told the death. So nobody could clean the job."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.restore()
+        stands = stage.etcd.revision
+        await launch.saved(1, 2, 3)
+        await launch.ranks[0].trainer.call(w.OpenSlot(launch.ordinal, 4, 2000))
+        stage.etcd.rollback(stands)
+        await asyncio.sleep(20.0)
+        assert all(stage.agents[name].jobs[JOB].ctx.frozen for name in THREE)
+        launch.kill()
+        await asyncio.sleep(20.0)
+        reply = await stage.nodes["n3"].trainer().call(w.CleanCall(JOB, dry_run=False))
+        assert reply.problem == ""
+
+    play(story)
+
+
 def test_what_a_ledger_forgot_of_joins_and_deaths_does_not_stand_again():
     """Seed 426. A ledger that went back had the join of a launch that was no more, and the lease
     under which it stood was kept: the job could never be cleaned. So could reports of the dead."""

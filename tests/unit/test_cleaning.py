@@ -54,6 +54,16 @@ def test_what_is_to_go():
     assert plan.records == 7
 
 
+def test_a_ledger_that_agents_only_remember_is_something():
+    """Seed 1610. They wait for it, frozen, with nothing held; until it was cleaned."""
+    empty = Book()
+    empty.delete(*(e.key for e in empty.etcd.list(KEYS.root).entries))
+    plan = decide(empty, seen={"n2": OTHER})
+    assert (plan.found, plan.problem, plan.ledger_ids) == (True, "", (OTHER,))
+    empty.put(KEYS.cleaned(OTHER), r.Cleaned(ledger_id=OTHER, by="n0"))
+    assert not decide(empty, seen={"n2": OTHER}).found
+
+
 def test_nothing_there():
     empty = Book()
     empty.delete(*(e.key for e in empty.etcd.list(KEYS.root).entries))

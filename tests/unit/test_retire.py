@@ -12,6 +12,7 @@ from ledger_world import (
     LEDGER,
     Book,
     attempt,
+    commit_record,
     generation_record,
     group_record,
     outcome_of,
@@ -82,6 +83,19 @@ def test_a_quarantined_step_does_not_count_as_kept():
     book.begin(2)
     book.close(2, 1, "L1", close=r.Close.BAD, commit=bad)
     assert ("L1", 10) not in due(book.state(), 1)
+
+
+def test_what_a_rebuild_kept_counts_once_it_was_restored():
+    """Seed 1381. A rebuilt ledger has 10 and 20; the one before it had retired 20, whose bytes may
+    be gone. Then 10 is all there is, until a launch began with 20."""
+    book = with_steps()
+    for step in (10, 20):
+        of = attempt(step, step, ledger="2" * 32)
+        book.put(KEYS.commit("L1", step), commit_record(of, "L1"))
+    assert due(book.state(), 1) == []
+    book.begin(2)
+    book.close(2, 1, "L1", commit=book.state().commits["L1", 20])
+    assert due(book.state(), 1) == [("L1", 10)]
 
 
 # -- retire_txn ------------------------------------------------------------------------------------
