@@ -101,10 +101,12 @@ def test_without_the_peers_shards_it_fails_and_names_ranks_and_reason(tmp_path):
 
 
 def test_interrupt_leaves_nothing_behind(tmp_path):
+    """Also where the tests run in the background of a shell, which has their children ignore it."""
     log = tmp_path / "log"
+    heeding = ["env", "--default-signal=INT", *COMMAND]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*COMMAND, "--nodes", "2", "--racks", "1", "--layout", "copies:1"],
+            [*heeding, "--nodes", "2", "--racks", "1", "--layout", "copies:1"],
             cwd=ROOT,
             stdout=out,
             stderr=out,
