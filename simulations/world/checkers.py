@@ -299,7 +299,7 @@ class Checkers:
         self.promises.closed(closed)
         commit = closed.commit
         if closed.close is r.Close.OK and closed.choice is r.Choice.RESTORE and commit is not None:
-            self.tip = self.kept.get(commit.attempt.key, self.tip)
+            self.tip = self.kept.get(commit.attempt.key)  # None: only the store has it
 
     def _on_offloaded(self, offloaded: r.Offloaded) -> None:
         attempt = offloaded.commit.attempt
