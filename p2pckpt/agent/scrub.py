@@ -60,19 +60,19 @@ def next_file(ages_s: Mapping[K, float], period_s: float, busy: bool) -> K | Non
     return oldest if ages_s[oldest] >= period_s * (URGENT if busy else DUE) else None
 
 
-def needed_bytes_s(files: Iterable[tuple[float, int]], period_s: float) -> float:
+def needed_bytes_s(files: Iterable[tuple[float, int]], period_s: float, held_bytes: int) -> float:
     """Reading so fast, oldest first, nothing gets older than the period. ``files``: age in seconds
     and bytes to read of each.
 
     For each file, what is to be read until it is, in the time that it has left: the most of these
-    (earliest deadline first: Liu and Layland, JACM 20, 1973). At most what reads all of them in
-    the last part of a period, for what is late already is late.
+    (earliest deadline first: Liu and Layland, JACM 20, 1973). At most what reads ``held_bytes``,
+    all that is held, in the last part of a period, for what is late already is late.
     """
     read, needed = 0, 0.0
     for age_s, length in sorted(files, reverse=True):
         read += length
         needed = max(needed, read / (period_s - age_s) if age_s < period_s else math.inf)
-    return min(needed, read / (period_s * (1 - URGENT)))
+    return min(needed, held_bytes / (period_s * (1 - URGENT)))
 
 
 @dataclass
@@ -195,7 +195,7 @@ class Scrubbing:
         left = [(self._age(key), held.length - done.get(key, 0)) for key, held in kept.items()]
         total = sum(held.length for held in kept.values())
         usual = max(SLOWEST_BYTES_PER_S, 2 * total / period_s)
-        return self.home.governing.reading_bytes_s(usual, needed_bytes_s(left, period_s))
+        return self.home.governing.reading_bytes_s(usual, needed_bytes_s(left, period_s, total))
 
     def _manifest(self, ctx: JobContext, held: Held) -> r.Manifest | None:
         """The manifest beside a file; a wrong one is a wound of its own."""

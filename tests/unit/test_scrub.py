@@ -31,7 +31,7 @@ def ages_of(read_at, now):
     return [now - at for at in read_at.values()]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(1, 50), min_size=1, max_size=10),
     st.integers(600, 900),
@@ -40,15 +40,17 @@ def ages_of(read_at, now):
 )
 def test_nothing_gets_older_than_the_period(sizes_mib, period_s, level, data):
     """However far the governor backs off, in pieces of a file, with saves in a quarter of the time
-    or in flight for ever: whatever is held was always read within the period."""
+    or in flight for ever: whatever is held was always read within the period, but for the time of
+    a look and of a piece, of which the need is not judged anew."""
     sizes = [mib << 20 for mib in sizes_mib]
     usual = max(SLOWEST_BYTES_PER_S, 2 * sum(sizes) / period_s)
     read_at = {i: data.draw(st.floats(-DUE * period_s, 0)) for i in range(len(sizes))}
     always = data.draw(st.booleans())
     now, last, part = 0.0, 2.0 * period_s, 16 << 20
+    slack_s = 5.0 + part / max(level * usual, SLOWEST_BYTES_PER_S)
     while now < last:
         ages = dict(enumerate(ages_of(read_at, now)))
-        assert max(ages.values()) <= period_s
+        assert max(ages.values()) <= period_s + slack_s
         chosen = next_file(ages, period_s, always or (now % 40) < 10)
         if chosen is None:
             now += 5.0
@@ -57,7 +59,8 @@ def test_nothing_gets_older_than_the_period(sizes_mib, period_s, level, data):
         for done in range(0, sizes[chosen], part):
             size = min(part, sizes[chosen] - done)
             left = [sizes[i] - (done if i == chosen else 0) for i in read_at]
-            needs = needed_bytes_s(zip(ages_of(read_at, now), left, strict=True), period_s)
+            files = zip(ages_of(read_at, now), left, strict=True)
+            needs = needed_bytes_s(files, period_s, sum(sizes))
             now += size / max(level * usual, HEADROOM * needs)
         read_at[chosen] = begun
 
@@ -69,8 +72,8 @@ def test_nothing_gets_older_than_the_period(sizes_mib, period_s, level, data):
 def test_what_is_needed_is_in_time_for_each_file_and_has_an_end(files, period_s):
     """Each file that is not late is read by its end, with all that are older, unless all of them
     would have to be read faster than in the last part of a period."""
-    needs = needed_bytes_s(files, period_s)
     total = sum(length for _, length in files)
+    needs = needed_bytes_s(files, period_s, total)
     most = total / (period_s * (1 - URGENT))
     assert needs <= most
     if needs < most:
