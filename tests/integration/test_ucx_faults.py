@@ -191,7 +191,7 @@ def test_frozen_sender_is_unreachable_after_the_piece_deadline(world):
     async def body():
         grant, send = await begin(world, size)
         os.kill(world.a.mover_pid, signal.SIGSTOP)
-        await ends_with(PeerUnreachable, grant.received(10), 4, "did not arrive within 1.3 s")
+        await ends_with(PeerUnreachable, grant.received(10), 4, "did not arrive within 1.0 s")
         target[:] = 9
         os.kill(world.a.mover_pid, signal.SIGCONT)
         await ends_with(PeerUnreachable, send, 3)

@@ -27,7 +27,7 @@ MIB = 1 << 20
 HOST = "127.0.0.1"
 BIG = 200 * MIB
 """Takes long enough for something to happen in the middle."""
-QUICK = flow.Limits(piece_s=1.0, silent_s=2.0)
+QUICK = flow.Limits(piece_s=1.0, silent_s=2.0, floor_bytes_per_s=100e6)
 """Deadlines in the tests, to save time; that they reach the mover is tested with others."""
 
 ROGUE = """
