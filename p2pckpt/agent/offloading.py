@@ -85,8 +85,8 @@ class Offloading:
     """The attempt of which bytes went out last."""
     away: bool = False
     """The store did not answer when it was asked last."""
-    gone: set[str] = field(default_factory=set)
-    """Retired steps that were dealt with in this life."""
+    gone: set[r.Attempt] = field(default_factory=set)
+    """Retired steps that were dealt with in this life. Whole, as after a clean keys come again."""
     since: dict[str, float] = field(default_factory=dict)
     """When this agent first worked on a due step."""
     quiet_until: dict[str, float] = field(default_factory=dict)
@@ -310,8 +310,12 @@ class Offloading:
 
     def _removals(self, state: JobState) -> list[object]:
         keep = self.ctx.home.config.offload_keep
-        open_now = [k for k in state.offload_retired if k not in self.gone]
-        return [*decide_retention(state, keep), *open_now]
+        return [*decide_retention(state, keep), *self._open(state)]
+
+    def _open(self, state: JobState) -> list[r.OffloadRetired]:
+        """Retired steps whose objects may still be there."""
+        retired = (state.offload_retired[key] for key in sorted(state.offload_retired))
+        return [one for one in retired if one.offloaded.commit.attempt not in self.gone]
 
     async def _clean_up(self) -> None:
         """Rank 0's agent: retire old offloaded steps, delete what is retired, tidy reports."""
@@ -323,9 +327,8 @@ class Offloading:
                 step = removal.offloaded.commit.attempt.step
                 ctx.note("offload_retired", step=step, reason=removal.reason)
         await ctx.refresh()
-        for key, retired in sorted(ctx.state.offload_retired.items()):
-            if key not in self.gone:
-                await self._delete(retired)
+        for retired in self._open(ctx.state):
+            await self._delete(retired)
         await self._tidy()
         if ctx.home.now() - self.swept_at >= SWEEP_EVERY_S:
             await self._sweep()
@@ -351,7 +354,7 @@ class Offloading:
             pass  # its manifest went last: the others are gone
         except WRONG as e:
             ctx.note("objects_stay", step=attempt.step, why=f"not proven to be ours: {e}")
-        self.gone.add(attempt.key)
+        self.gone.add(attempt)
 
     async def _tidy(self) -> None:
         """Records that nothing refers to any more: reports of steps that are not due, and the
@@ -367,7 +370,8 @@ class Offloading:
             if e.key[len(keys.shares) :].partition("/")[0] not in waiting
         ]
         old += [keys.offload_drops + k for k in sorted(state.offload_dropped - known)]
-        done = set(state.offload_retired) & self.gone
+        unfinished = {retired.offloaded.commit.attempt.key for retired in self._open(state)}
+        done = set(state.offload_retired) - unfinished
         old += [keys.offload_retirements + k for k in sorted(done - known)]
         for i in range(0, len(old), OPERATIONS):
             await ctx.transact(Txn((state.same_ledger(),), deletes=tuple(old[i : i + OPERATIONS])))

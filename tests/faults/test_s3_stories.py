@@ -389,6 +389,29 @@ def test_the_newest_offloaded_steps_are_kept_and_older_ones_go_by_record():
     play(story)
 
 
+def test_after_a_clean_old_steps_go_from_the_store_although_they_have_the_numbers_of_before():
+    """A job is cleaned and run again, by the same agents: its attempts count from the start."""
+
+    async def story(rig):
+        await rig.train(*range(1, 9))
+        await rig.until(lambda: len(rig.notes("objects_deleted")) == 2)
+        for trainer in rig.ranks:
+            trainer.kill()
+        await asyncio.sleep(10.0)
+        first = rig.state().ledger_id
+        reply = await rig.cluster.nodes["n3"].trainer().call(w.CleanCall(JOB, dry_run=False))
+        assert reply.problem == ""
+        await rig.launch()
+        await rig.train(*range(1, 9))
+        await rig.until(lambda: rig.offloaded() == [6, 8])
+        await rig.until(lambda: len(rig.notes("objects_deleted")) == 4)
+        ours = {tuple(n.split("/")[1:3]) for n in rig.bucket.objects}
+        new = {(rig.state().ledger_id, rig.attempt(step).key) for step in (6, 8)}
+        assert {one for one in ours if one[0] != first} == new
+
+    play(story)
+
+
 def test_the_agent_of_rank_0_is_lost_in_mid_offload():
     async def story(rig):
         rig.bucket.slow(3000)
