@@ -68,7 +68,7 @@ class JobContext:
     losses: int = 0  # files of the newest step that were told to be lost: repair looks again
     elsewhere: set[tuple[r.Attempt, str]] = field(default_factory=set)  # holders not recorded
     ceded: tuple[int, int] | None = None  # the ballot that other work has waited for long enough
-    hindered: dict[str, str] = field(default_factory=dict)  # attempts not handed in, and why
+    hindered: dict[r.Attempt, str] = field(default_factory=dict)  # attempts not handed in, and why
     proven_revision: int = 0  # of the newest linearizable read that found nothing gone back
     proven_at: float = -1e9
     trouble: str = ""
@@ -314,8 +314,8 @@ class JobContext:
     async def _track(self, attempt: r.Attempt, timeout_s: float) -> None:
         if not await self.until(lambda: self.decided(attempt), timeout_s + self.spread_s()):
             known, late_s = self.hindered, self.home.config.takeover_s
-            await self.until(lambda: self.decided(attempt) or attempt.key in known, late_s)
-            why = known.get(attempt.key, "")  # who knows it was first to say so
+            await self.until(lambda: self.decided(attempt) or attempt in known, late_s)
+            why = known.get(attempt, "")  # who knows it was first to say so
             await self.abort(
                 attempt, self.because(f"no outcome within {timeout_s:.0f} s{why and '; '}{why}")
             )

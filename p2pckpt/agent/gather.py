@@ -98,7 +98,7 @@ async def hand_in(
     finally:
         gathering.forget(topic(piece))
         if piece.attempt is not None:
-            ctx.hindered.pop(piece.attempt.key, None)
+            ctx.hindered.pop(piece.attempt, None)
 
 
 async def _give(ctx: JobContext, lead: r.RosterNode, piece: HandIn, gathering: Gathering) -> None:
@@ -117,7 +117,7 @@ async def _give(ctx: JobContext, lead: r.RosterNode, piece: HandIn, gathering: G
         ctx.note("hand_in_failed", lead=lead.node, topic=topic(piece), why=why)
     if piece.attempt is not None:
         words = f"{ctx.home.node} could not hand its share to {lead.node}: {why}"
-        ctx.hindered[piece.attempt.key] = words
+        ctx.hindered[piece.attempt] = words
 
 
 async def _write(ctx: JobContext, number: int, pieces: list[HandIn], write: Write) -> bool:

@@ -189,7 +189,7 @@ class Saving:
     async def _save(self, own: OwnAttempt) -> None:
         ctx, attempt = self.ctx, own.attempt
         stages: list[Held] = []
-        ctx.hindered[attempt.key] = f"{ctx.home.node} has not sealed its share"
+        ctx.hindered[attempt] = f"{ctx.home.node} has not sealed its share"
         try:
             roster = await self._roster(attempt)
             slots = [
@@ -211,7 +211,7 @@ class Saving:
             for held in own.slots.values():
                 if held.attempt == attempt:
                     ctx.home.holdings.seal(held, held.length, sealed.manifest_digest)
-            ctx.hindered.pop(attempt.key, None)
+            ctx.hindered.pop(attempt, None)
             ctx.note("sealed", attempt=attempt.key, holders=list(sealed.holders))
             work = hand_in_share(ctx, self.gathering, roster, attempt, sealed)
             handing = ctx.home.spawn(f"hand in {attempt.key}", work)
@@ -227,7 +227,7 @@ class Saving:
         finally:
             for stage in stages:
                 ctx.home.holdings.release(stage)
-            ctx.hindered.pop(attempt.key, None)
+            ctx.hindered.pop(attempt, None)
 
     # -- small things -----------------------------------------------------------------------------
 

@@ -13,9 +13,7 @@ by the clock (lease renewals, reads of the ledger's revision) is told apart from
 takes. Exits with 1 if a bound does not hold.
 
 Consequence: one core does here what 1,250 do elsewhere. So timers that stand for a silent peer are
-longer (`slow`), as is what an agent does every second whether anything happens or not (all agents
-together do it as often as 125 would); and the share of the time in which this process computes is
-printed beside it.
+longer (`slow`), and the share of the time in which this process computes is printed beside it.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from typing import Any
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent import governing, launch, repair, scrub
+from p2pckpt.agent import launch
 from p2pckpt.agent.daemon import Agent
 from p2pckpt.agent.home import NO_KEY
 from p2pckpt.backends import etcd_watch
@@ -50,7 +48,6 @@ from tests.bench.sizes import Checkpoint, Size, broken, table
 
 JOB = r.Job(owner_uid=1000, name="scale").key
 STARTED_AT_ONCE = 50
-FEW = 125
 LOOK_S = 1.0
 SNAPSHOT_BYTES = 700
 WAIT_S = 900.0
@@ -319,8 +316,6 @@ def one(agents: int, checkpoints: int, layout: str, durable: bool) -> Size:
     """One size."""
     etcd_watch.PROGRESS_S, etcd_watch.SILENT_S = WAIT_S, WAIT_S  # no dead members here
     launch.LOOK_AT_LEAST_S = WAIT_S  # rank 0 looks
-    for part in (repair, governing, scrub):  # per second here as much of it as 125 agents do
-        part.LOOK_EVERY_S *= max(1.0, agents / FEW)
     with tempfile.TemporaryDirectory(prefix="p2pckpt-scale-") as place:
         options = EtcdOptions(durable=durable, heartbeat_ms=500, election_ms=5000)
         with EtcdServers.start(Path(place), 3, options) as servers:
