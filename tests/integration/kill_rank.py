@@ -157,8 +157,8 @@ def obey(order):
                 line.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def main():
-    """Fork a rank for each line; the kernel reaps them."""
+def fork_ranks(obey):
+    """Fork a rank for each line, which does as that says; the kernel reaps them."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for text in sys.stdin:
@@ -175,4 +175,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    fork_ranks(obey)

@@ -14,14 +14,13 @@ its seconds. Both of a pair end at the same step. What is raised goes back as `r
 
 import ctypes
 import json
-import os
 import select
 import signal
 import socket
-import sys
 import time
 
 import torch
+from kill_rank import fork_ranks
 from torch import distributed, nn
 
 import p2pckpt
@@ -106,18 +105,5 @@ def obey(order):
         line.sendall(json.dumps(told).encode() + b"\n")
 
 
-def main():
-    """Fork a rank for each line; the kernel reaps them."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for text in sys.stdin:
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            try:
-                obey(json.loads(text))
-            finally:
-                os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    fork_ranks(obey)

@@ -7,18 +7,15 @@ the real one. What the real store does is in test_s3.py.
 import asyncio
 import itertools
 import random
-from contextlib import asynccontextmanager
 from datetime import timedelta
 
 import pytest
 from s3_fake import fake_s3
+from test_s3 import MIB, client, run, upload
 
-from p2pckpt.backends.s3 import Place, S3Objects
-from p2pckpt.backends.workers import ThreadWorkers
+from p2pckpt.backends.s3 import Place
 from p2pckpt.errors import ObjectStoreUnavailable
-from p2pckpt.ports import Upload
 
-MIB = 1024 * 1024
 TOO_LATE = timedelta(minutes=15)
 """What S3 allows between a signature and its own clock (S3 API reference, RequestTimeTooSkewed)."""
 
@@ -36,29 +33,6 @@ def store(monkeypatch, tmp_path):
         )
         made.keys("first")
         yield made
-
-
-@asynccontextmanager
-async def client(place):
-    workers = ThreadWorkers(4)
-    objects = S3Objects(place, workers)
-    try:
-        yield objects
-    finally:
-        await objects.close()
-        workers.close()
-
-
-def run(story):
-    async def main():
-        async with asyncio.timeout(60.0):
-            await story()
-
-    asyncio.run(main())
-
-
-def upload(name, data):
-    return Upload(name, len(data), 4096, lambda at, n: data[at : at + n])
 
 
 NEW = ("x-amz-sdk-checksum-algorithm", "x-amz-trailer", "x-amz-decoded-content-length")
