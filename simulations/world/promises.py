@@ -141,8 +141,9 @@ class Promises:
     # -- places -----------------------------------------------------------------------------------
 
     def placed(self, step: int, found: Found, living: Sequence[str], repaired: str) -> None:
-        """Rule 1: no two shards on a host, and, if the racks of those who are ``living`` suffice
-        for it and all of them can be reached, none has more than the parity can replace.
+        """Rule 1: no two shards on a host, and, if the racks of those who are ``living`` (and have
+        joined: a new store waits for the lease of its name's last one) suffice for it and all of
+        them can be reached, none has more than the parity can replace.
         ``repaired``: the node that just got a shard, "" if all were just saved; only its place is
         judged then, and only if who repairs could reach all that hold something."""
         nodes = self.cluster.nodes
@@ -159,7 +160,8 @@ class Promises:
         most, allowed = max(map(racks.count, judged), default=0), max(1, found.layout.m)
         if not clear or most <= allowed:
             return
-        room = [self._rack(n) for n in living if self._rack(n) != self._rack(owner)]
+        there = [n for n in living if self.cluster.etcd.get(f"{r.MEMBERS}{n}") is not None]
+        room = [self._rack(n) for n in there if self._rack(n) != self._rack(owner)]
         suffice = sum(min(room.count(rack), allowed) for rack in set(room))
         if suffice >= found.layout.shards:
             self.object(f"step {step}: {most} shards of {found.share.node} in one rack: {racks}")
