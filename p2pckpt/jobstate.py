@@ -170,7 +170,7 @@ class JobState:
         """
         for key in sorted(self.closed, reverse=True):
             closed = self.closed[key]
-            if closed.close is r.Close.OK and (closed.base or self.known_steps(closed.lineage)):
+            if closed.close is r.Close.OK and (closed.base or self._has_steps(closed.lineage)):
                 return closed
         return None
 
@@ -186,6 +186,10 @@ class JobState:
     def known_steps(self, lineage: str) -> list[int]:
         """Steps of a lineage that are in RAM or in the object store, ascending."""
         return sorted(step for name, step in self.known_commits() if name == lineage)
+
+    def _has_steps(self, lineage: str) -> bool:
+        kept = (o.commit.lineage for o in self.offloaded.values())
+        return any(name == lineage for name, _ in self.commits) or lineage in kept
 
     def latest(self) -> r.Commit | None:
         """The highest committed step of the current lineage, else its base."""

@@ -13,7 +13,7 @@ in `Config`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from p2pckpt import records as r
 from p2pckpt.agent.holdings import copy_name, seen_name
 from p2pckpt.agent.home import RETRY_S, Home
 from p2pckpt.agent.roster import Roster, read_piece
+from p2pckpt.agent.waiting import Waiting
 from p2pckpt.errors import (
     AmbiguousAnswer,
     CheckpointError,
@@ -65,7 +66,7 @@ class JobContext:
     seen: r.LedgerSeen | None = None
     checkpoints: dict[str, r.Checkpoint] = field(default_factory=dict)
     groups: tuple[r.Attempt, list[r.GroupRecord]] | None = None  # of a commit, as read last
-    losses: int = 0  # files of the newest step that were told to be lost: repair looks again
+    losses: int = 0  # how often files of the newest step were told to be lost
     elsewhere: set[tuple[r.Attempt, str]] = field(default_factory=set)  # holders not recorded
     ceded: tuple[int, int] | None = None  # the ballot that other work has waited for long enough
     hindered: dict[r.Attempt, str] = field(default_factory=dict)  # attempts not handed in, and why
@@ -73,7 +74,7 @@ class JobContext:
     proven_at: float = -1e9
     trouble: str = ""
     """Why the ledger took no transaction of this job the last time; "" if it answered."""
-    _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(default_factory=dict)
+    waiting: Waiting = field(default_factory=Waiting)
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
     _proving: asyncio.Lock = field(default_factory=asyncio.Lock)
     _aborting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -200,31 +201,19 @@ class JobContext:
         self.seen = seen
 
     def wake(self) -> None:
-        """Let everybody who waits look again."""
-        for bell, ready in list(self._waiting.items()):
-            try:
-                if not bell.done() and ready():
-                    bell.set_result(None)
-            except Exception as e:
-                bell.set_exception(e)  # it is the waiter's
+        """Let everybody who waits look again: soon, and once for all that happens until then."""
+        self.waiting.wake()
 
-    async def until(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+    def until(
+        self, ready: Callable[[], bool], timeout_s: float | None
+    ) -> Coroutine[Any, Any, bool]:
         """Wait until `ready()`, looking after every change; False after `timeout_s`."""
-        deadline = None if timeout_s is None else self.home.now() + timeout_s
-        while not ready():
-            left = None if deadline is None else deadline - self.home.now()
-            if left is not None and left <= 0:
-                return False
-            bell: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting[bell] = ready
-            try:  # not wait_for, which can lose a cancellation in Python 3.11
-                async with asyncio.timeout(left):
-                    await bell
-            except TimeoutError:
-                return ready()
-            finally:
-                del self._waiting[bell]
-        return True
+        return self.waiting.until(ready, timeout_s)
+
+    def tell_lost(self) -> None:
+        """Files of the newest step are lost or were: repair looks again at what it has of it."""
+        self.losses += 1
+        self.wake()
 
     # -- deeds ------------------------------------------------------------------------------------
 

@@ -151,7 +151,8 @@ class Agent:
         if isinstance(request, w.LookAgain):
             ctx = (await self._job(request.attempt.job)).ctx
             ctx.elsewhere.update((request.attempt, node) for node in request.nodes)
-            ctx.losses += not request.nodes
+            if not request.nodes:
+                ctx.tell_lost()
             return w.Accepted()
         if isinstance(request, w.DrainCall):
             return await self.draining.answer(request)

@@ -32,7 +32,8 @@ from p2pckpt.restore.fetch import Fetching, fetch_manifest
 from p2pckpt.restore.locate import Facts, Sources, sources_of
 from p2pckpt.wire import pack
 
-LOOK_EVERY_S = 5.0
+LOOK_EVERY_S, LOOK_AGAIN_S = 30.0, 5.0
+"""For what is gone; while there are wounds."""
 
 AGAIN_S, AGAIN_AT_MOST_S = 5.0, 60.0
 """Between two tries to mend a wound: twice as long each time, up to so much."""
@@ -101,7 +102,7 @@ class Mending:
             except CheckpointError as e:
                 self.home.doors.notes("scrub_later", {"why": f"{type(e).__name__}: {e}"})
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_EVERY_S):
+                async with asyncio.timeout(LOOK_AGAIN_S if self.wounds else LOOK_EVERY_S):
                     await self._noted.wait()
 
     def note(self, ctx: JobContext, piece: Piece, held: Held | None, why: str) -> None:
@@ -176,7 +177,7 @@ class Mending:
                 self.home.holdings.discard(wound.held)
             del self.wounds[piece]
             self.mended += 1
-            ctx.losses += 1  # who repairs the share may be this node again
+            ctx.tell_lost()  # who repairs the share may be this node again
             if piece.what == r.FileKind.SHARD:  # perhaps it is elsewhere now
                 self._healed.add(piece)
             facts = {"step": piece.attempt.step, "kind": piece.what, "part": piece.part}
@@ -258,7 +259,7 @@ class Mending:
         if now - wound.told_at < TELL_EVERY_S:
             return False
         if repair.by == here:
-            ctx.losses += 1
+            ctx.tell_lost()
         else:
             address, timeout_s = members[repair.by].peers_address, self.home.config.peer_timeout_s
             await self.home.doors.peers.call(address, w.LookAgain(piece.attempt), timeout_s)

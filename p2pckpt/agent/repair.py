@@ -110,30 +110,34 @@ class Repairing:
     absent_since: dict[str, float] = field(default_factory=dict)
 
     async def loop(self) -> None:
-        """For ever: look, and mend what is this node's to mend."""
+        """For ever: look, and mend what is this node's to mend; rest until something changes."""
+        waiting, rest_s = self.ctx.waiting, self.ctx.home.config.keepalive_s
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
+            wakes = waiting.wakes
             try:
-                await self.look()
+                if await self.look():
+                    await waiting.changed(wakes, rest_s)
             except CheckpointError as e:
                 self.ctx.note("repair_later", why=f"{type(e).__name__}: {e}")
 
-    async def look(self) -> None:
-        """One look at the newest committed step; cheap while nothing has changed."""
+    async def look(self) -> bool:
+        """One look at the newest committed step. True: nothing is to be done until something
+        changes."""
         ctx, config = self.ctx, self.ctx.home.config
         commit = ctx.state.latest()
         if commit is None or not ctx.home.holdings.of_attempt(commit.attempt):
-            return
+            return False
         members = (await ctx.home.living(config.keepalive_s)).members
         if members is not self.members:  # mostly nobody came or went
             self.members, self.stores = members, {m.store_id: n for n, m in members.items()}
         picture, losses = (commit.attempt, ctx.losses, self.stores), ctx.losses
         if picture == self.looked and ctx.home.now() < self.again_at:
-            return
+            return self.again_at == math.inf
         if (concerned := await self._concerned(commit)) is None:
-            return
+            return False
         if self._still_within_grace(concerned):
-            return
+            return False
         lacking = [s for s in concerned if not {s.store_id, *s.holders} <= self.stores.keys()]
         lacking = concerned if losses != self.losses else lacking
         answers, silent = await self._ask(commit, lacking, members)
@@ -141,9 +145,9 @@ class Repairing:
         if not repairs:
             self.looked, self.again_at, self.noticed_at = picture, math.inf, None
             self.losses = losses
-            return
+            return True
         if not self._due(repairs) or (silent and min(found.spare for found in repairs) > 0):
-            return  # a silent agent that keeps its lease may only be slow: it is not lost yet
+            return False  # a silent agent that keeps its lease may only be slow: not lost yet
         whole = True
         for repair in sorted(repairs, key=lambda found: (found.spare, found.share.node)):
             if repair.by == ctx.home.node:
@@ -155,6 +159,7 @@ class Repairing:
         again_s = math.inf if whole else AGAIN_S
         self.looked, self.again_at, self.noticed_at = picture, ctx.home.now() + again_s, None
         self.losses = losses
+        return whole
 
     async def _concerned(self, commit: r.Commit) -> list[r.SealedShare] | None:
         """The shares of which this node holds anything; None: not to be known yet."""

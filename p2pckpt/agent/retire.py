@@ -19,10 +19,10 @@ or offloaded.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from p2pckpt import records as r
-from p2pckpt.agent.context import RETRY_S, JobContext
+from p2pckpt.agent.context import RETRY_S, JobContext, Roster
 from p2pckpt.errors import LedgerForgot, LedgerUnavailable, StaleGenerationError
 from p2pckpt.jobstate import JobState
 from p2pckpt.ports import (
@@ -71,8 +71,7 @@ class Trim:
 
 def decide_retire(state: JobState, keep_last: int) -> list[Retirement]:
     """Commits that keep_last newer ones of the current lineage make needless, oldest first."""
-    current = state.current_lineage()
-    if current is None or not 1 <= keep_last < len(state.commits):
+    if not 1 <= keep_last < len(state.commits) or (current := state.current_lineage()) is None:
         return []
     bad, read = state.quarantined(), state.restored_step(current.lineage)
     good = [
@@ -213,11 +212,11 @@ async def retire(ctx: JobContext) -> None:
     The sweep is rank 0's agent's alone: it reads all of the job, and the next generation's sweep
     finds what this one left.
     """
-    swept = 0
+    swept, judged = 0, _Judged(ctx)
 
     def wanted() -> bool:
         crowded = _led(ctx) and len(ctx.state.outcomes) > 2 * RECENT_OUTCOMES
-        return bool(_due(ctx) or crowded) or _led(ctx) not in (0, swept)
+        return bool(judged.due() or crowded) or _led(ctx) not in (0, swept)
 
     while True:
         await ctx.until(wanted, None)
@@ -225,7 +224,7 @@ async def retire(ctx: JobContext) -> None:
         if led:
             await asyncio.sleep(ctx.news_s())  # the outcome goes before what follows from it
         others_s = OTHERS_AFTER_S + ctx.turn_s()
-        if not led and await ctx.until(lambda: not _due(ctx), others_s):
+        if not led and await ctx.until(lambda: not judged.due(), others_s):
             continue  # somebody else did
         try:
             if led not in (0, swept):
@@ -257,6 +256,28 @@ async def _sweep(ctx: JobContext) -> None:
         ctx.note("swept", keys=len(needless))
 
 
+@dataclass
+class _Judged:
+    """What the mirror says is due: judged once for each of its revisions, however often asked."""
+
+    ctx: JobContext
+    _state: JobState | None = None
+    _revision: int = -1
+    _roster: Roster | None = None
+    _found: list[Retirement] = field(default_factory=list)
+
+    def due(self) -> list[Retirement]:
+        """Nothing on a node that is not of the generation."""
+        state, roster = self.ctx.state, self.ctx.roster
+        same = state is self._state and roster is self._roster
+        if not same or state.revision != self._revision:
+            self._state, self._revision, self._roster = state, state.revision, roster
+            generation, node = state.generation, self.ctx.home.node
+            ours = roster is not None and roster.find(node) is not None
+            self._found = decide_retire(state, generation.keep_last) if generation and ours else []
+        return self._found
+
+
 def _led(ctx: JobContext) -> int:
     """The present generation's number if this node has its rank 0, else 0."""
     roster, number = ctx.roster, _number(ctx.state)
@@ -266,11 +287,3 @@ def _led(ctx: JobContext) -> int:
 
 def _number(state: JobState) -> int:
     return state.generation.number if state.generation else 0
-
-
-def _due(ctx: JobContext) -> list[Retirement]:
-    generation = ctx.state.generation
-    found = ctx.roster.find(ctx.home.node) if ctx.roster else None
-    if generation is None or found is None:
-        return []
-    return decide_retire(ctx.state, generation.keep_last)

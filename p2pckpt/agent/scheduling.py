@@ -114,8 +114,10 @@ class Scheduling:
 
     def _is_news(self, page: Page) -> bool:
         known = self.ctx.state.schedules.get(page.generation)
+        if known is None:
+            return False
         posted = page.board.schedule.read()
-        return known is not None and (posted is None or posted.version < known.version)
+        return posted is None or posted.version < known.version
 
     # -- loops ------------------------------------------------------------------------------------
 

@@ -36,7 +36,10 @@ from p2pckpt.errors import CheckpointError, IntegrityError
 from p2pckpt.restore.verify import open_manifest
 from p2pckpt.traffic import Traffic
 
-LOOK_EVERY_S = 5.0
+LOOK_EVERY_S = 30.0
+LOOKS = 100
+"""In a period, if that is more often."""
+
 PAUSE_S = 1.0
 """While a save or a restore is in flight; then it is looked whether it still is."""
 
@@ -102,7 +105,8 @@ class Scrubbing:
                     continue
             except CheckpointError as e:
                 self.home.doors.notes("scrub_later", {"why": f"{type(e).__name__}: {e}"})
-            await asyncio.sleep(LOOK_EVERY_S)
+            look_s = self._period_s / LOOKS or LOOK_EVERY_S
+            await asyncio.sleep(min(LOOK_EVERY_S, look_s))
 
     def shown(self) -> dict[str, Any]:
         """For the status document. ``last_pass_s``: all that is held was read within so long; null

@@ -49,7 +49,7 @@ async def hand_in_share(
         share=sealed,
     )
     await hand_in(ctx, roster, piece, gathering, write, lambda: ctx.decided(attempt))
-    asyncio.get_running_loop().call_soon(ctx.wake)  # whoever waits for this task to be done
+    ctx.wake()  # for who waits until this task is done
 
 
 async def settle(

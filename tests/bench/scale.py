@@ -13,7 +13,8 @@ by the clock (lease renewals, reads of the ledger's revision) is told apart from
 takes. Exits with 1 if a bound does not hold.
 
 Consequence: one core does here what 1,250 do elsewhere. So timers that stand for a silent peer are
-longer (`slow`), and the share of the time in which this process computes is printed beside it.
+longer (`slow`), messages between agents arrive at once, the memory lies on large pages, and the
+share of the time in which this process computes is printed beside it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from p2pckpt.backends.etcd_server import EtcdOptions, EtcdServers
 from p2pckpt.backends.inproc.cluster import EventLog, FakeCluster
 from p2pckpt.backends.inproc.trainers import FakeTrainer
 from p2pckpt.config import Config
+from tests.bench.huge_pages import collapse
 from tests.bench.sizes import Checkpoint, Size, broken, table
 
 JOB = r.Job(owner_uid=1000, name="scale").key
@@ -154,7 +156,7 @@ class Crowd:
         self.layout = r.Layout.parse(layout)
         self.endpoints = list(endpoints)
         self.config = slow(agents)
-        self.cluster = FakeCluster(1)
+        self.cluster = FakeCluster(1, latency_s=(0.0, 0.0))
         self.cluster.log = Quiet()
         self.cluster.net.log = self.cluster.log.add
         self.names = [f"n{i:04d}" for i in range(agents)]
@@ -277,23 +279,25 @@ class Crowd:
 # -- running it ------------------------------------------------------------------------------------
 
 
-async def measure(endpoints: Sequence[str], agents: int, checkpoints: int, layout: str) -> Size:
-    """One size: start, one checkpoint to warm up, then those that count."""
+async def measure(orders: Connection, endpoints: Sequence[str], agents: int, layout: str) -> None:
+    """One size: start, one checkpoint to warm up, then one for each ordinal that is asked for."""
     crowd, begun = Crowd(endpoints, agents, layout), time.perf_counter()
     try:
         await crowd.start()
         start_s = time.perf_counter() - begun
-        say(f"{agents} agents stand after {start_s:.0f} s")
         await crowd.checkpoint(0)
+        say(f"{agents} agents stand after {start_s:.0f} s, {collapse():.0%} on large pages")
         begun, by_clock = time.perf_counter(), _by_clock(crowd)
         done: list[Checkpoint] = []
-        for ordinal in range(1, checkpoints + 1):
+        orders.send(None)
+        while (ordinal := await asyncio.to_thread(orders.recv)) is not None:
             done.append(await crowd.checkpoint(ordinal))
             c = done[-1]
             parts = f"{c.seal_s:.3f} + {c.decide_s:.3f} + {c.notify_s:.3f}"
-            say(f"checkpoint {ordinal} of {checkpoints}: {c.total_s:.3f} s = {parts}")
+            say(f"checkpoint {ordinal} of {agents} agents: {c.total_s:.3f} s = {parts}")
+            orders.send(None)
         rate = (_by_clock(crowd) - by_clock) / (time.perf_counter() - begun) / agents
-        return Size(agents, done, dict(crowd.largest), rate, start_s)
+        orders.send(Size(agents, done, dict(crowd.largest), rate, start_s))
     finally:
         await crowd.stop()
 
@@ -303,16 +307,35 @@ def _by_clock(crowd: Crowd) -> int:
 
 
 def run(sizes: Sequence[int], checkpoints: int, layout: str, durable: bool) -> list[Size]:
-    """Each size in a process of its own (gRPC keeps to one event loop), on an etcd of its own."""
-    out = []
-    for agents in sizes:
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as process:
-            out.append(process.submit(one, agents, checkpoints, layout, durable).result())
-    return out
+    """Each size in a process of its own (gRPC keeps to one event loop), on an etcd of its own. They
+    take turns, so that a machine that is slower for a while is so for all."""
+    spawn = multiprocessing.get_context("spawn")
+    orders: list[Connection] = []
+    processes = []
+    try:
+        for agents in sizes:
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=one, args=(theirs, agents, layout, durable))
+            process.start()
+            theirs.close()
+            processes.append(process)
+            orders.append(ours)
+            ours.recv()
+        for ordinal in range(1, checkpoints + 1):
+            for order in orders:
+                order.send(ordinal)
+                order.recv()
+        for order in orders:
+            order.send(None)
+        return [order.recv() for order in orders]
+    finally:
+        for order in orders:
+            order.close()  # who waits for an order ends
+        for process in processes:
+            process.join(WAIT_S)
 
 
-def one(agents: int, checkpoints: int, layout: str, durable: bool) -> Size:
+def one(orders: Connection, agents: int, layout: str, durable: bool) -> None:
     """One size."""
     etcd_watch.PROGRESS_S, etcd_watch.SILENT_S = WAIT_S, WAIT_S  # no dead members here
     launch.LOOK_AT_LEAST_S = WAIT_S  # rank 0 looks
@@ -320,7 +343,7 @@ def one(agents: int, checkpoints: int, layout: str, durable: bool) -> Size:
         options = EtcdOptions(durable=durable, heartbeat_ms=500, election_ms=5000)
         with EtcdServers.start(Path(place), 3, options) as servers:
             say(f"etcd with 3 members, {agents} agents")
-            return asyncio.run(measure(servers.endpoints, agents, checkpoints, layout))
+            asyncio.run(measure(orders, servers.endpoints, agents, layout))
 
 
 def say(what: str) -> None:

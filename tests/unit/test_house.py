@@ -87,7 +87,7 @@ STEPS = {
 }
 
 AGENT_ORDER = [
-    {"holdings", "governing"},
+    {"holdings", "governing", "waiting"},
     {"home", "roster"},
     {"context"},
     {"gather", "bucket", "installing", "living", "polling"},

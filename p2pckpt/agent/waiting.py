@@ -1,0 +1,73 @@
+"""Whoever waits until something is true, and is let look after every change.
+
+Much of an agent waits for others: for an outcome, for the last piece of a group, for a commit to be
+retired. Each such wait is a predicate on what the agent knows, and knowing more is one event for
+all of them. So a change does not say who it is for: everybody looks, and who sees what he waited
+for goes on.
+
+Contract: `wake` lets all look in the next turn of the event loop, once for all that changes until
+then; a predicate that was true only in between is not seen. What a predicate raises is raised where
+it was waited for. No wait takes longer than its timeout.
+
+Consequence: predicates are asked often, by every wait for every change, so they must be cheap; and
+an agent for which nothing changes does nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Waiting:
+    """All waits of one job on this node."""
+
+    wakes: int = 0
+    """How often all were let look: who sees another number knows that something changed."""
+    _bells: dict[asyncio.Future[None], Callable[[], bool]] = field(default_factory=dict)
+    _woken: bool = False
+
+    def wake(self) -> None:
+        """Something changed."""
+        if not self._woken:
+            self._woken = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._woken = False
+        self.wakes += 1
+        for bell, ready in list(self._bells.items()):
+            try:
+                if not bell.done() and ready():
+                    bell.set_result(None)
+            except Exception as e:
+                bell.set_exception(e)
+
+    async def until(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait until `ready()`; False if it is not after `timeout_s`. None: however long."""
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout_s is None else loop.time() + timeout_s
+        while not ready():
+            if deadline is not None and deadline <= loop.time():
+                return False
+            bell: asyncio.Future[None] = loop.create_future()
+            self._bells[bell] = ready
+            timer = None if deadline is None else loop.call_at(deadline, _ring, bell)
+            try:
+                await bell
+            finally:
+                del self._bells[bell]
+                if timer is not None:
+                    timer.cancel()
+        return True
+
+    async def changed(self, wakes: int, timeout_s: float) -> bool:
+        """Wait until anything changed since there were so many wakes; False after `timeout_s`."""
+        return await self.until(lambda: self.wakes != wakes, timeout_s)
+
+
+def _ring(bell: asyncio.Future[None]) -> None:
+    if not bell.done():
+        bell.set_result(None)
