@@ -26,7 +26,8 @@ class Waiting:
 
     wakes: int = 0
     """How often all were let look: who sees another number knows that something changed."""
-    _bells: dict[asyncio.Future[None], Callable[[], bool]] = field(default_factory=dict)
+    _bells: dict[asyncio.Future[bool], Callable[[], bool]] = field(default_factory=dict)
+    """Rung with True by a change, with False by the timeout."""
     _woken: bool = False
 
     def wake(self) -> None:
@@ -41,7 +42,7 @@ class Waiting:
         for bell, ready in list(self._bells.items()):
             try:
                 if not bell.done() and ready():
-                    bell.set_result(None)
+                    bell.set_result(True)
             except Exception as e:
                 bell.set_exception(e)
 
@@ -50,13 +51,14 @@ class Waiting:
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         while not ready():
-            if deadline is not None and deadline <= loop.time():
+            if timeout_s is not None and timeout_s <= 0:
                 return False
-            bell: asyncio.Future[None] = loop.create_future()
+            bell: asyncio.Future[bool] = loop.create_future()
             self._bells[bell] = ready
-            timer = None if deadline is None else loop.call_at(deadline, _ring, bell)
+            timer = None if deadline is None else loop.call_at(deadline, _time_out, bell)
             try:
-                await bell
+                if not await bell:
+                    return ready()
             finally:
                 del self._bells[bell]
                 if timer is not None:
@@ -68,6 +70,6 @@ class Waiting:
         return await self.until(lambda: self.wakes != wakes, timeout_s)
 
 
-def _ring(bell: asyncio.Future[None]) -> None:
+def _time_out(bell: asyncio.Future[bool]) -> None:
     if not bell.done():
-        bell.set_result(None)
+        bell.set_result(False)

