@@ -2,8 +2,8 @@
 
 All agents are real (`p2pckpt.agent.daemon.Agent`) and share one process and one event loop, in real
 time; each has an etcd client of its own with its own connection. What is not to be measured is in
-the same process: control between agents, payload, RAM and trainers are the shipped fakes. Saves are
-tiny, so that a checkpoint costs little but what it takes to agree on it.
+the same process: payload, RAM and trainers are the shipped fakes, control between agents is a call.
+Saves are tiny, so that a checkpoint costs little but what it takes to agree on it.
 
     last receipt --hand in, group records--> seal --commit transaction--> decide
                  --watches, until the last agent's mirror has the outcome--> notify
@@ -13,8 +13,8 @@ by the clock (lease renewals, reads of the ledger's revision) is told apart from
 takes. Exits with 1 if a bound does not hold.
 
 Consequence: one core does here what 1,250 do elsewhere. So timers that stand for a silent peer are
-longer (`slow`), messages between agents arrive at once, the memory lies on large pages, and the
-share of the time in which this process computes is printed beside it.
+longer (`slow`), the memory lies on large pages, and the share of the time in which this process
+computes is printed beside it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ from p2pckpt.backends.etcd_server import EtcdOptions, EtcdServers
 from p2pckpt.backends.inproc.cluster import EventLog, FakeCluster
 from p2pckpt.backends.inproc.trainers import FakeTrainer
 from p2pckpt.config import Config
+from p2pckpt.ports import PeerHandler
 from tests.bench.huge_pages import collapse
 from tests.bench.sizes import Checkpoint, Size, broken, table
+from tests.bench.straight_peers import StraightPeers
 
 JOB = r.Job(owner_uid=1000, name="scale").key
 STARTED_AT_ONCE = 50
@@ -156,13 +158,14 @@ class Crowd:
         self.layout = r.Layout.parse(layout)
         self.endpoints = list(endpoints)
         self.config = slow(agents)
-        self.cluster = FakeCluster(1, latency_s=(0.0, 0.0))
+        self.cluster = FakeCluster(1)
         self.cluster.log = Quiet()
         self.cluster.net.log = self.cluster.log.add
         self.names = [f"n{i:04d}" for i in range(agents)]
         self.largest = {"bytes": 0, "operations": 0}
         self.tallies: dict[str, Tally] = {}
         self.agents: dict[str, Agent] = {}
+        self.peers: dict[str, PeerHandler] = {}
         self.trainers: list[FakeTrainer] = []
         self.etcds: list[Etcd] = []
         self.tasks: list[asyncio.Task[None]] = []
@@ -183,7 +186,11 @@ class Crowd:
         counted(etcd, tally)
         self.etcds.append(etcd)
         doors = replace(
-            node.doors(), ledger=etcd.ledger, membership=etcd.membership, notes=self.note
+            node.doors(),
+            ledger=etcd.ledger,
+            membership=etcd.membership,
+            peers=StraightPeers(name, self.peers),
+            notes=self.note,
         )
         member = r.Member(name, node.host, doors.arena.store_id, "", "", "", node.domains)
         agent = self.agents[name] = Agent(self.config, doors, member)

@@ -32,7 +32,7 @@ from p2pckpt.backends.inproc.guard import (
     Life,
 )
 from p2pckpt.backends.inproc.ledger import LedgerDoor, MembershipDoor
-from p2pckpt.backends.inproc.net import FakeNet, true_time
+from p2pckpt.backends.inproc.net import MIB, FakeNet, true_time
 from p2pckpt.backends.inproc.objects import FakeBucket, ObjectsDoor
 from p2pckpt.backends.inproc.peers import PeersDoor
 from p2pckpt.backends.inproc.ram import FakeArena, Store
@@ -74,13 +74,13 @@ class EventLog:
 
 
 class FakeCluster:
-    """The ledger, the network and the nodes. ``link``: what FakeNet takes beside its log."""
+    """The ledger, the network and the nodes. ``bytes_per_s`` and ``piece_bytes`` are of a link."""
 
-    def __init__(self, seed: int, **link: Any) -> None:
+    def __init__(self, seed: int, *, bytes_per_s: float = 10e9, piece_bytes: int = 8 * MIB) -> None:
         self.rng = Random(seed)
         self.log = EventLog()
         self.etcd = FakeEtcd(self.rng, self.log.add)
-        self.net = FakeNet(self.rng, self.log.add, **link)
+        self.net = FakeNet(self.rng, self.log.add, bytes_per_s=bytes_per_s, piece_bytes=piece_bytes)
         self.bucket: FakeBucket | None = None
         self.nodes: dict[str, FakeNode] = {}
         self._last_pid = 4000
