@@ -32,7 +32,6 @@ from p2pckpt.agent.holdings import Held, document_name
 from p2pckpt.agent.rereading import bad_in_file, bad_in_object
 from p2pckpt.agent.status import redundancy
 from p2pckpt.errors import (
-    AmbiguousAnswer,
     CheckpointError,
     IntegrityError,
     LedgerUnavailable,
@@ -338,6 +337,6 @@ async def _forget_reader(ctx: JobContext, key: str) -> None:
         try:
             await ctx.home.doors.ledger.transact(Txn(deletes=(key,)))
             return
-        except (AmbiguousAnswer, LedgerUnavailable) as e:
+        except CheckpointError as e:
             ctx.note("reader_later", why=str(e))
             await asyncio.sleep(RETRY_S)

@@ -5,7 +5,7 @@ shares do (`gather`), and anybody who sees them all, or sees the time run out, p
 `restore()` returns on no rank before it stands.
 
 Contract: create-if-absent, fenced by the ballot's own generation. A ballot that is overdue closes
-as RETRY, which never quarantines; a newer generation ends it without a closing.
+as RETRY, which never quarantines; a newer generation or another ledger ends it without a closing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from p2pckpt.agent.context import RETRY_S, JobContext, Roster
 from p2pckpt.agent.deciding import groups_of
 from p2pckpt.agent.gather import Gathering, hand_in, pause
 from p2pckpt.agent.holdings import Held
-from p2pckpt.errors import CheckpointError, FormatError, LedgerUnavailable
+from p2pckpt.errors import CheckpointError
 from p2pckpt.ports import Put, Txn, absent
 from p2pckpt.restore.locate import decide_close
 from p2pckpt.restore.pipeline import Fetched
@@ -41,6 +41,7 @@ class Ballot:
 
     decision: r.Decision
     ranks: tuple[int, ...]
+    ledger_id: str
     results: dict[int, w.RestoreDone] = field(default_factory=dict)
     files: dict[int, Held] = field(default_factory=dict)
     fetched: dict[int, Fetched] = field(default_factory=dict)
@@ -70,9 +71,10 @@ async def restore_first(ctx: JobContext) -> None:
 
 
 def over(ctx: JobContext, ballot: Ballot) -> bool:
-    """A newer generation ends every older ballot."""
-    generation = ctx.state.generation
-    return generation is not None and generation.number > ballot.decision.generation
+    """A newer generation ends every older ballot, and another ledger all of the one before."""
+    state, generation = ctx.state, ctx.state.generation
+    newer = generation is not None and generation.number > ballot.decision.generation
+    return newer or state.ledger_id not in ("", ballot.ledger_id)
 
 
 async def see_closed(ctx: JobContext, roster: Roster, ballot: Ballot, gathering: Gathering) -> None:
@@ -103,7 +105,7 @@ async def see_closed(ctx: JobContext, roster: Roster, ballot: Ballot, gathering:
         ballot.news, looks = False, looks + 1
         try:
             await _close(ctx, roster, decision, ctx.home.now() > deadline)
-        except (LedgerUnavailable, FormatError) as e:
+        except CheckpointError as e:  # while the ledger forgot, too: a rebuild may go on with it
             ctx.note("close_later", why=str(e))
             await ctx.until(ended, RETRY_S)
     if handing is not None:

@@ -28,7 +28,6 @@ from p2pckpt.agent.holdings import Held, document_name
 from p2pckpt.errors import (
     CheckpointError,
     IntegrityError,
-    LedgerUnavailable,
     RestoreFailed,
     SourcesAway,
     StaleGenerationError,
@@ -282,7 +281,9 @@ class Restoring:
         if known is None or known.decision != decision:
             found = roster.find(self.ctx.home.node)
             assert found is not None
-            known = self.ballots[decision.ballot] = Ballot(decision, found[1].ranks)
+            known = self.ballots[decision.ballot] = Ballot(
+                decision, found[1].ranks, self.ctx.state.ledger_id
+            )
             self.ctx.home.spawn(
                 f"ballot {decision.generation}/{decision.ballot}", self._see_closed(roster, known)
             )
@@ -326,7 +327,7 @@ class Restoring:
             try:
                 if await self.ctx.transact(Txn(deletes=(key,))):
                     return
-            except LedgerUnavailable as e:
+            except CheckpointError as e:
                 self.ctx.note("reader_stays", why=str(e))
             await self.ctx.until(lambda: False, RETRY_S)
 

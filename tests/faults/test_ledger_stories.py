@@ -111,6 +111,29 @@ def test_a_rebuilt_ledger_restores_exactly(forget):
     play(story)
 
 
+def test_a_ballot_that_was_open_when_the_ledger_forgot_ends_with_the_rebuild():
+    """The ranks have their files and load; the ledger is wiped, and the ballot is overdue while all
+    are frozen. After the rebuild nobody reads on or is busy for ever, and others restore."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1, 2)
+        launch = await launch.again()
+        await launch.all(lambda rank: rank.call(w.RestoreCall(0)))
+        assert all(stage.agents[name].jobs[JOB].restoring.reading for name in THREE)
+        await wiped(stage)
+        await asyncio.sleep(600)
+        launch.kill()
+        assert (await stage.rebuild("n1")).problem == ""
+        await asyncio.sleep(60)
+        assert not any(agent.jobs[JOB].restoring.reading for agent in stage.agents.values())
+        assert not any(agent.jobs[JOB].busy() for agent in stage.agents.values())
+        assert not stage.events("note.task_failed")
+        assert await (await launch.again()).restore() == 2
+
+    play(story)
+
+
 def test_frozen_agents_stay_members():
     """The ledger was wiped under living trainers. A minute later every agent has a session, so that
     a rebuild asks them all, and other jobs on these nodes go on."""

@@ -180,7 +180,7 @@ def test_a_group_report_fits_the_ledger_even_if_every_rank_failed(ranks_a_node):
     reports = []
     for i in range(r.GROUP_NODES):
         ranks = tuple(range(100_000 + ranks_a_node * i, 100_000 + ranks_a_node * (i + 1)))
-        ballot = Ballot(decision, ranks)
+        ballot = Ballot(decision, ranks, "")
         for rank in ranks:
             ballot.results[rank] = wire.RestoreDone(1, f"peer of {rank} is away" + "x" * 500, True)
         reports.append(report_of(f"gpu-{i:04d}.example.com", ballot))
