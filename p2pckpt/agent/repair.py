@@ -126,12 +126,15 @@ class Repairing:
         changes."""
         ctx, config = self.ctx, self.ctx.home.config
         commit = ctx.state.latest()
-        if commit is None or not ctx.home.holdings.of_attempt(commit.attempt):
+        held = ctx.home.holdings.of_attempt(commit.attempt) if commit is not None else []
+        if commit is None or not held:
             return False
         members = (await ctx.home.living(config.keepalive_s)).members
         if members is not self.members:  # mostly nobody came or went
             self.members, self.stores = members, {m.store_id: n for n, m in members.items()}
-        picture, losses = (commit.attempt, ctx.losses, self.stores), ctx.losses
+        # What is here counts: a copy that a restore brings may make this node the one that mends.
+        here, losses = {h.file for h in held if h.whole}, ctx.losses
+        picture = (commit.attempt, losses, self.stores, here)
         if picture == self.looked and ctx.home.now() < self.again_at:
             return self.again_at == math.inf
         if (concerned := await self._concerned(commit)) is None:
