@@ -163,10 +163,13 @@ class Offloading:
         return Ram(held, home.doors.arena.budget_bytes, keep_last)
 
     def _drops(self) -> list[tuple[r.Commit, str]]:
-        if not self._due():
+        waiting, every = self._due(), self.ctx.home.config.offload_every
+        if not waiting:
             return []
-        every = self.ctx.home.config.offload_every
-        return decide_drops(self.ctx.state, every, self._ram(), self._getting_on())
+        # Whether the store is away, and so which of too many goes, knows only who takes part.
+        takes_part = any(self._takes_part(c.attempt) for c in waiting)
+        most = KEPT_DUE if takes_part else len(waiting)
+        return decide_drops(self.ctx.state, every, self._ram(), self._getting_on(), most)
 
     def _getting_on(self) -> list[str]:
         """The oldest due step, which all nodes upload first and rank 0's agent waits for, and the

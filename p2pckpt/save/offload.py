@@ -131,13 +131,13 @@ class Ram:
 
 
 def decide_drops(
-    state: JobState, every: int, ram: Ram, spared: Container[str] = ()
+    state: JobState, every: int, ram: Ram, spared: Container[str] = (), most: int = KEPT_DUE
 ) -> list[tuple[r.Commit, str]]:
     """Due steps that are to be given up, and why: saves come first.
 
-    Too many wait; a step that was saved later, of whatever lineage, is offloaded already; or what
-    they hold here leaves no room for the retained steps, one in flight and its staging. The oldest
-    goes first, but not ``spared`` ones, whose upload is getting on, as long as there is another:
+    More than ``most`` wait; a step that was saved later, of whatever lineage, is offloaded already;
+    or what they hold here leaves no room for the retained steps, one in flight and its staging. The
+    oldest goes first, but not ``spared`` ones, whose upload is getting on, as long as there is another:
     else a store that is slower than steps fall due would never have a whole one.
     """
     waiting = due(state, every)
@@ -146,8 +146,8 @@ def decide_drops(
     drops = [(c, f"step {step} was offloaded before it") for c in waiting if c.attempt.key < newest]
     late = {c.attempt.key for c, _ in drops}
     waiting = [c for c in waiting if c.attempt.key not in late]
-    while len(waiting) > KEPT_DUE:
-        drops.append((_give_up(waiting, spared), f"more than {KEPT_DUE} wait for the object store"))
+    while len(waiting) > most:
+        drops.append((_give_up(waiting, spared), f"more than {most} wait for the object store"))
     extra = held_back(state, every, ram.keep_last)
     version = max(ram.held.values(), default=0)
     room = ram.budget_bytes - (ram.keep_last + 2) * version
