@@ -244,7 +244,7 @@ def check_nic(network: int, how: str, share: float) -> Check:
 
 
 def _coding() -> Check:
-    path = reed_solomon.library_path()
+    path = reed_solomon.codec_library()
     return Check("coding", OK, f"ISA-L {path}: equals the reference on fixed vectors")
 
 

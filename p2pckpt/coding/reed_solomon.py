@@ -111,7 +111,7 @@ class Code:
             _combine(_kernels(), tables, sources, targets, length)
 
 
-def library_path() -> str:
+def codec_library() -> str:
     """Name or path of the ISA-L library in use; loads and proves it if that has not happened.
 
     Raises :class:`MissingDependency` when there is none, :class:`CodingError` when it computes
@@ -260,7 +260,7 @@ def _candidates() -> Iterable[str]:
 
 @functools.cache
 def _kernels() -> ctypes.CDLL:
-    """The first ISA-L that loads, proven; see :func:`library_path` for the errors."""
+    """The first ISA-L that loads, proven; see :func:`codec_library` for the errors."""
     failures = []
     for name in _candidates():
         try:

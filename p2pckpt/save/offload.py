@@ -137,8 +137,8 @@ def decide_drops(
 
     More than ``most`` wait; a step that was saved later, of whatever lineage, is offloaded already;
     or what they hold here leaves no room for the retained steps, one in flight and its staging. The
-    oldest goes first, but not ``spared`` ones, whose upload is getting on, as long as there is another:
-    else a store that is slower than steps fall due would never have a whole one.
+    oldest goes first, but not ``spared`` ones, whose upload is getting on, as long as there is
+    another: else a store that is slower than steps fall due would never have a whole one.
     """
     waiting = due(state, every)
     newest = max((o.commit.attempt.key for o in state.offloaded.values()), default="")

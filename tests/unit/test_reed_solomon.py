@@ -353,7 +353,7 @@ def test_loaded_at_first_use_and_without_running_pyeclib():
     script = (
         "import sys; from p2pckpt.coding import reed_solomon as r\n"
         "assert 'libisal' not in open('/proc/self/maps').read()\n"
-        "path = r.library_path()\n"
+        "path = r.codec_library()\n"
         "assert 'libisal' in path and 'libisal' in open('/proc/self/maps').read()\n"
         "assert not any(name.startswith('pyeclib') for name in sys.modules)\n"
     )
@@ -371,7 +371,7 @@ def reload_library():
 def test_no_library(monkeypatch, reload_library, name):
     monkeypatch.setattr(reed_solomon, "_candidates", lambda: [name])
     with pytest.raises(MissingDependency, match=rf"pip install 'pyeclib.*libisal2.*{name}: "):
-        reed_solomon.library_path()
+        reed_solomon.codec_library()
 
 
 def test_a_library_of_another_field_is_refused(monkeypatch, reload_library):
@@ -380,4 +380,4 @@ def test_a_library_of_another_field_is_refused(monkeypatch, reload_library):
     monkeypatch.setattr(reed_solomon, "_PRODUCT", product)
     monkeypatch.setattr(reed_solomon, "_INVERSE", inverse)
     with pytest.raises(CodingError, match="differs from reference"):
-        reed_solomon.library_path()
+        reed_solomon.codec_library()
