@@ -15,7 +15,6 @@ that is never taken for a copy. Every wait has the deadlines of its bytes.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -26,22 +25,21 @@ from p2pckpt import wire as w
 from p2pckpt.agent.bringing import bring, fetching, give_back
 from p2pckpt.agent.bucket import offloaded_groups
 from p2pckpt.agent.cleaning import clean, known_jobs
-from p2pckpt.agent.context import RETRY_S, Home, JobContext
+from p2pckpt.agent.context import Home, JobContext
 from p2pckpt.agent.deciding import ask_all, groups_of
 from p2pckpt.agent.holdings import Held, document_name
+from p2pckpt.agent.reading import hold, let_go
 from p2pckpt.agent.rereading import bad_in_file, bad_in_object
 from p2pckpt.agent.status import redundancy
 from p2pckpt.errors import (
     CheckpointError,
     IntegrityError,
-    LedgerUnavailable,
     ObjectAbsent,
     ObjectStoreUnavailable,
-    SourcesAway,
     UsageError,
 )
 from p2pckpt.jobstate import JobState
-from p2pckpt.ports import Put, TrainerId, Txn, absent, present
+from p2pckpt.ports import TrainerId
 from p2pckpt.restore.fetch import OBJECT_STORE, Fetching, fetch_manifest, source_of
 from p2pckpt.restore.locate import candidates
 from p2pckpt.restore.verify import open_manifest, snapshot_table
@@ -63,7 +61,7 @@ class Visit:
     """What one asking process has: its step, the reader's record, files brought for it."""
 
     steps: dict[r.Attempt, w.StepReply] = field(default_factory=dict)
-    readers: dict[str, JobContext] = field(default_factory=dict)
+    readers: dict[r.Attempt, JobContext] = field(default_factory=dict)
     files: dict[str, Held] = field(default_factory=dict)
 
 
@@ -132,8 +130,8 @@ class Asking:
         visit = self.visits.pop(who, Visit())
         for file in list(visit.files):
             self._give_back(visit, file)
-        for key, ctx in visit.readers.items():
-            self.home.spawn(f"reader {key}", _forget_reader(ctx, key))
+        for attempt, ctx in visit.readers.items():
+            self.home.spawn(f"reader {who.pid}", let_go(ctx, attempt, f".{who.pid}"))
 
     # -- what there is ----------------------------------------------------------------------------
 
@@ -178,7 +176,8 @@ class Asking:
         commit = find_commit(await ctx.refresh(), query.step)
         if isinstance(commit, str):
             return w.RefusedReply(reason=commit)
-        await self._register(who, visit, ctx, commit.attempt)
+        visit.readers[commit.attempt] = ctx
+        await hold(ctx, commit.attempt, f".{who.pid}")
         held, silent = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
         groups = await groups_of(ctx, commit.attempt) or await offloaded_groups(ctx, commit.attempt)
         losses = json.dumps(await _losses(ctx, commit))
@@ -187,23 +186,6 @@ class Asking:
         reply = w.StepReply(ctx.job, commit, tuple(groups), held, tuple(silent), losses, members)
         visit.steps[commit.attempt] = reply
         return reply
-
-    async def _register(
-        self, who: TrainerId, visit: Visit, ctx: JobContext, attempt: r.Attempt
-    ) -> None:
-        """A reader's record of this visitor's own. Raises SourcesAway, LedgerUnavailable."""
-        if self.home.session is None:
-            raise LedgerUnavailable(f"{self.home.node}: no session with the ledger now")
-        key = f"{ctx.keys.readers(attempt)}{self.home.node}.{who.pid}"
-        visit.readers[key] = ctx
-        there = absent(ctx.keys.retired(attempt))
-        if ctx.state.committed(attempt) is None:
-            there = present(ctx.keys.offloaded(attempt))
-        compares = (ctx.state.same_ledger(), ctx.state.not_cleaned(), there)
-        await ctx.transact(Txn(compares, (Put(key, b"1", self.home.session),)))
-        if await self.home.doors.ledger.get(key) is None:
-            why = f"step {attempt.step} went, or no reader's record of it can be put; ask again"
-            raise SourcesAway(ctx.because(why))
 
     async def _manifest(self, visit: Visit, query: w.GetManifest) -> r.Record:
         """A share's manifest, from here or from whoever has a right copy."""
@@ -330,13 +312,3 @@ async def _losses(ctx: JobContext, commit: r.Commit) -> dict[str, Any]:
         return {"tiers": tiers, **await redundancy(ctx, commit)}
     except TopologyError as e:
         return {"tiers": tiers, "why": str(e)}
-
-
-async def _forget_reader(ctx: JobContext, key: str) -> None:
-    while True:
-        try:
-            await ctx.home.doors.ledger.transact(Txn(deletes=(key,)))
-            return
-        except CheckpointError as e:
-            ctx.note("reader_later", why=str(e))
-            await asyncio.sleep(RETRY_S)

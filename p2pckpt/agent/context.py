@@ -33,7 +33,7 @@ from p2pckpt.errors import (
     NoRoom,
 )
 from p2pckpt.jobstate import FLOOR_START, JobState, forgot
-from p2pckpt.ports import Put, Txn, absent
+from p2pckpt.ports import Put, Session, Txn, absent
 from p2pckpt.save.commit import abort_txn
 from p2pckpt.wire import pack, unpack
 
@@ -50,6 +50,17 @@ TAKERS = 8
 
 UNSURE_S = 15.0
 """For so long an unanswered transaction may be carried out; etcd gives one up after some 7 s."""
+
+
+@dataclass
+class Reading:
+    """A reader's record of this node that stands, or is put now, under ``session``; None: it was
+    let go. An answer that did not come may come true until `unsure_until`."""
+
+    attempt: r.Attempt
+    session: Session | None = None
+    unsure_until: float = -1e9
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass
@@ -70,6 +81,7 @@ class JobContext:
     elsewhere: set[tuple[r.Attempt, str]] = field(default_factory=set)  # holders not recorded
     ceded: tuple[int, int] | None = None  # the ballot that other work has waited for long enough
     hindered: dict[r.Attempt, str] = field(default_factory=dict)  # attempts not handed in, and why
+    readings: dict[str, Reading] = field(default_factory=dict)  # by key
     proven_revision: int = 0  # of the newest linearizable read that found nothing gone back
     proven_at: float = -1e9
     trouble: str = ""

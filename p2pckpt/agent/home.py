@@ -12,6 +12,7 @@ no longer than `max_age_s` behind a ledger that was set back, or is out of reach
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -54,6 +55,8 @@ class Home:
     spawn: Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
     member: r.Member
     session: Session | None = None
+    opened_at: float = math.inf
+    """When the present session, or the last one, was asked for."""
     kept_at: float = -1e9
     newest_revision: int = 0
     followers: list[Follower] = field(default_factory=list)

@@ -21,6 +21,7 @@ from p2pckpt.agent.gather import Gathering
 from p2pckpt.agent.launch import Launch, Launches
 from p2pckpt.agent.living import tell_living
 from p2pckpt.agent.offloading import start as start_offloading
+from p2pckpt.agent.reading import look_again
 from p2pckpt.agent.readying import make_ready
 from p2pckpt.agent.repair import Repairing
 from p2pckpt.agent.restoring import Restoring
@@ -62,6 +63,7 @@ class JobAgent:
         home.spawn(f"obey {self.ctx.job}", obey(self.ctx))
         home.spawn(f"begin anew {self.ctx.job}", begin_anew(self.ctx, self._forget))
         home.spawn(f"schedule {self.ctx.job}", self.scheduling.loop())
+        home.spawn(f"look again {self.ctx.job}", look_again(self.ctx))
         start_offloading(self.ctx)
 
     async def _adopted(self) -> None:
@@ -91,7 +93,7 @@ class JobAgent:
         self.gathering.pieces.clear()
         self.saving.open.clear()
         self.restoring.ballots.clear()
-        self.restoring.reading.clear()
+        self.ctx.readings.clear()
         self.ctx.roster = None
 
     # -- trainers ---------------------------------------------------------------------------------

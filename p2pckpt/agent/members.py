@@ -59,5 +59,6 @@ async def _open(home: Home) -> None:
         transport_address=home.doors.transport.address,
     )
     session = await home.doors.membership.open(member, home.config.lease_s)
-    home.member, home.session, home.kept_at = member, session, asked_at
+    home.member, home.session = member, session
+    home.opened_at = home.kept_at = asked_at
     home.doors.notes("session", {"node": home.node, "revision": session.revision})

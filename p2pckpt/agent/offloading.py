@@ -22,12 +22,13 @@ from functools import partial
 
 from p2pckpt import records as r
 from p2pckpt.agent.bucket import WRONG, checkpoint
-from p2pckpt.agent.context import RETRY_S, UNSURE_S, JobContext
+from p2pckpt.agent.context import RETRY_S, JobContext
 from p2pckpt.agent.deciding import groups_of
 from p2pckpt.agent.holdings import Held, document_name
+from p2pckpt.agent.reading import hold, holds, let_go
 from p2pckpt.errors import CheckpointError, FormatError, IntegrityError, ObjectAbsent
 from p2pckpt.jobstate import JobState
-from p2pckpt.ports import ObjectStore, Put, Session, Txn, Upload, absent
+from p2pckpt.ports import ObjectStore, Txn, Upload
 from p2pckpt.restore.verify import open_manifest
 from p2pckpt.save.offload import (
     KEPT_DUE,
@@ -68,6 +69,9 @@ OTHERS_AFTER_S = 30.0
 SWEEP_EVERY_S = 600.0
 """Between two looks for abandoned multipart uploads."""
 
+READER = "/offload"
+"""What the key of the reader's record has after the node's name."""
+
 OPERATIONS = 100
 """Of one transaction; etcd allows 128."""
 
@@ -78,9 +82,8 @@ class Offloading:
 
     ctx: JobContext
     objects: ObjectStore
-    holds: dict[str, tuple[r.Attempt, Session | None]] = field(default_factory=dict)
-    unsure: dict[str, tuple[r.Attempt, float]] = field(default_factory=dict)
-    """Holds that were asked for without an answer: until when they may still come to stand."""
+    held: dict[str, r.Attempt] = field(default_factory=dict)
+    """Steps for which a reader's record was asked for and not let go, by attempt key."""
     busy: str | None = None
     """The attempt of which bytes went out last."""
     away: bool = False
@@ -113,16 +116,13 @@ class Offloading:
 
     def _moves(self) -> list[tuple[r.Attempt, bool]]:
         """Due steps to hold under the present session (True), and held ones to let go (False)."""
-        waiting, session = {c.attempt.key: c.attempt for c in self._due()}, self.ctx.home.session
+        waiting = {c.attempt.key: c.attempt for c in self._due()}
         out = [
             (attempt, True)
-            for key, attempt in waiting.items()
-            if self._takes_part(attempt) and self.holds.get(key, (None, None))[1] != session
+            for attempt in waiting.values()
+            if self._takes_part(attempt) and not holds(self.ctx, attempt, READER)
         ]
-        held = [attempt for attempt, _ in self.holds.values()]
-        sure = [a for a, until in self.unsure.values() if until <= self.ctx.home.now()]
-        held += [a for a in sure if a.key not in self.holds]
-        return out + [(a, False) for a in held if a.key not in waiting]
+        return out + [(a, False) for key, a in self.held.items() if key not in waiting]
 
     def _takes_part(self, attempt: r.Attempt) -> bool:
         return self._leads() or bool(self._slots(attempt))
@@ -137,21 +137,15 @@ class Offloading:
         return {h.part: h for h in files if h.whole and h.kind is r.FileKind.SLOT}
 
     async def _hold(self, attempt: r.Attempt, wanted: bool) -> None:
-        ctx, session = self.ctx, self.ctx.home.session
-        key = f"{ctx.keys.readers(attempt)}{ctx.home.node}/offload"
-        if wanted and session is not None:
-            compares = (ctx.state.same_ledger(), absent(ctx.keys.retired(attempt)))
-            if await ctx.transact(Txn(compares, (Put(key, b"1", session),))):
-                self.holds[attempt.key] = (attempt, session)
-                ctx.wake()
-            else:
-                self.unsure[attempt.key] = (attempt, ctx.home.now() + UNSURE_S)
-        elif not wanted and await ctx.transact(Txn(deletes=(key,))):  # else: again
-            if self.unsure.get(attempt.key, (attempt, 0.0))[1] <= ctx.home.now():
-                self.unsure.pop(attempt.key, None)
-            self.holds.pop(attempt.key, None)
-            self.since.pop(attempt.key, None)
-            self.quiet_until.pop(attempt.key, None)
+        ctx, key = self.ctx, attempt.key
+        if wanted:
+            self.held[key] = attempt
+            await hold(ctx, attempt, READER)
+            ctx.wake()
+        else:
+            for known in (self.held, self.since, self.quiet_until):
+                known.pop(key, None)
+            ctx.home.spawn(f"reader {key}", let_go(ctx, attempt, READER))
 
     def _ram(self) -> Ram:
         home, held = self.ctx.home, dict[str, int]()
@@ -207,7 +201,7 @@ class Offloading:
 
     def _work(self) -> bool:
         state = self.ctx.state
-        if any(c.attempt.key in self.holds for c in self._due()):
+        if any(holds(self.ctx, c.attempt, READER) for c in self._due()):
             return True
         return self.ctx.following and self._leads() and bool(self._removals(state))
 
@@ -225,7 +219,7 @@ class Offloading:
         ctx, attempt, now = self.ctx, commit.attempt, self.ctx.home.now()
         since = self.since.setdefault(attempt.key, now)
         quiet = now < self.quiet_until.get(attempt.key, -1.0)
-        if attempt.key not in self.holds or not self._is_due(attempt) or quiet:
+        if not holds(ctx, attempt, READER) or not self._is_due(attempt) or quiet:
             return False
         groups, moved = await groups_of(ctx, attempt), False
         for share in (s for group in groups for s in group.shares):

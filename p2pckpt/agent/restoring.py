@@ -21,10 +21,11 @@ from p2pckpt import wire as w
 from p2pckpt.agent.bringing import bring, fetching, staging
 from p2pckpt.agent.bucket import offloaded_groups
 from p2pckpt.agent.closing import Ballot, over, see_closed
-from p2pckpt.agent.context import RETRY_S, UNSURE_S, JobContext, Roster
+from p2pckpt.agent.context import JobContext, Roster
 from p2pckpt.agent.deciding import check_current, decision_of, groups_of
 from p2pckpt.agent.gather import Gathering
 from p2pckpt.agent.holdings import Held, document_name
+from p2pckpt.agent.reading import hold, let_go, reads
 from p2pckpt.errors import (
     CheckpointError,
     IntegrityError,
@@ -33,7 +34,7 @@ from p2pckpt.errors import (
     StaleGenerationError,
 )
 from p2pckpt.jobstate import JobState
-from p2pckpt.ports import Put, Region, Txn, absent, present
+from p2pckpt.ports import Region
 from p2pckpt.restore.fetch import fetch_manifest, source_of
 from p2pckpt.restore.pipeline import Fetched, Stage, failure, restore_rank
 from p2pckpt.restore.verify import open_manifest, snapshot_table
@@ -67,9 +68,11 @@ class Restoring:
         self.ctx = ctx
         self.gathering = gathering
         self.ballots: dict[int, Ballot] = {}
-        self.reading: set[str] = set()
-        self.unsure: set[str] = set()
-        """Reader's records whose transaction was not answered: it may still be carried out."""
+
+    @property
+    def reading(self) -> list[int]:
+        """Ballots whose step this node reads now."""
+        return [n for n, ballot in self.ballots.items() if reads(self.ctx, *_reader(ballot))]
 
     # -- the trainers' calls ----------------------------------------------------------------------
 
@@ -163,7 +166,7 @@ class Restoring:
         commit = ballot.decision.commit
         assert commit is not None
         attempt = commit.attempt
-        await self._register(ballot, attempt)
+        await hold(self.ctx, *_reader(ballot))
         share = await self._share(attempt, rank)
         held = holdings.find(attempt, r.FileKind.SLOT, rank)
         source = "local"
@@ -249,31 +252,6 @@ class Restoring:
                     return share
         raise RestoreFailed(f"step {attempt.step}: no group record has rank {rank}")
 
-    async def _register(self, ballot: Ballot, attempt: r.Attempt) -> None:
-        """A reader's record: the attempt is not retired while this node reads in this ballot."""
-        ctx = self.ctx
-        key = self._reader_key(ballot.decision, attempt)
-        if key in self.reading:
-            return
-        if ctx.home.session is None:
-            raise SourcesAway(f"{ctx.home.node}: no session with the ledger, so no reader's record")
-        if ctx.state.committed(attempt) is not None:
-            there = absent(ctx.keys.retired(attempt))
-        else:
-            there = present(ctx.keys.offloaded(attempt))
-        compares = (ctx.state.same_ledger(), there)
-        put = Txn(compares, (Put(key, b"1", ctx.home.session),))
-        if not await ctx.transact(put):
-            self.unsure.add(key)
-        if key in self.unsure and await ctx.home.doors.ledger.get(key) is None:
-            why = f"step {attempt.step} was retired, or no reader's record could be put"
-            raise SourcesAway(ctx.because(why))
-        self.reading.add(key)
-
-    def _reader_key(self, decision: r.Decision, attempt: r.Attempt) -> str:
-        who = f"{self.ctx.home.node}.{decision.generation}.{decision.ballot}"
-        return self.ctx.keys.readers(attempt) + who
-
     # -- closing ----------------------------------------------------------------------------------
 
     def _ballot(self, roster: Roster, decision: r.Decision) -> Ballot:
@@ -308,28 +286,7 @@ class Restoring:
         for held in ballot.files.values():
             if held.kind is r.FileKind.STAGE:
                 self.ctx.home.holdings.release(held)
-        await self._unregister(ballot.decision)
-
-    async def _unregister(self, decision: r.Decision) -> None:
-        if decision.commit is None:
-            return
-        key = self._reader_key(decision, decision.commit.attempt)
-        self.reading.discard(key)
-        await self._delete(key)
-        if key in self.unsure:
-            await self.ctx.until(lambda: False, UNSURE_S)
-            await self._delete(key)
-            self.unsure.discard(key)
-
-    async def _delete(self, key: str) -> None:
-        """Until it is certain: a reader's record that stays would keep its step for ever."""
-        while True:
-            try:
-                if await self.ctx.transact(Txn(deletes=(key,))):
-                    return
-            except CheckpointError as e:
-                self.ctx.note("reader_stays", why=str(e))
-            await self.ctx.until(lambda: False, RETRY_S)
+        await let_go(self.ctx, *_reader(ballot))
 
     # -- small things -----------------------------------------------------------------------------
 
@@ -351,3 +308,10 @@ class Restoring:
             c for (g, _), c in sorted(self.ctx.state.closed.items()) if g == generation.number
         ]
         return closings[-1].reason if closings else "none"
+
+
+def _reader(ballot: Ballot) -> tuple[r.Attempt, str]:
+    """What a ballot reads, and as whom."""
+    decision = ballot.decision
+    assert decision.commit is not None
+    return decision.commit.attempt, f".{decision.generation}.{decision.ballot}"

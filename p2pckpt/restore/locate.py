@@ -6,8 +6,9 @@ holds the rank's own slot or k different shards hold the share. An older step is
 the stores that could prove the newer one had their time to come back.
 
 Contract: pure. Three kinds of answer, never mixed up: RESTORE names one commit for all ranks;
-NOTHING only if the ledger knows no commit, every living agent answered, and nobody holds bytes of
-another ledger's records of this job; everything else is WAIT or UNPROVEN, with ranks and reasons.
+NOTHING only if the ledger knows no commit, every living agent had time to come and answered, and
+nobody holds bytes of another ledger's records of this job; everything else is WAIT or UNPROVEN,
+with ranks and reasons.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Facts:
 
     ``answers``: by node name. ``silent``: living by lease, but did not answer. ``groups``: group
     records by attempt key. ``known_stores``: store_ids of living members. ``patient``: stores that
-    are away may still return, so an older step must wait.
+    are away may still return, so an older step must wait. ``early``: who decides has a session for
+    so short a time that, were the ledger wiped just before, others might not have one again.
     """
 
     state: JobState
@@ -48,6 +50,7 @@ class Facts:
     groups: Mapping[str, Sequence[r.GroupRecord]]
     patient: bool
     bucket: Bucket | None = None
+    early: bool = False
     _index: dict[r.Attempt, dict[str, Sources]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -217,6 +220,8 @@ def _nothing(facts: Facts, step: int | None) -> Finding:
         return Finding(
             r.Choice.UNPROVEN, f"the ledger knows no commit, but the object store has {names}"
         )
+    if facts.early:
+        return Finding(None, "agents with bytes may be about to come back to a ledger this young")
     return Finding(r.Choice.NOTHING, "no commit was ever recorded, and nobody holds one")
 
 

@@ -73,7 +73,7 @@ class Checkers:
         self.told = Told(self.saved, self.object)
         self.promises = Promises(cluster, self.keys, self.object)
         self._shelf = Shelf()
-        self._damaged: set[tuple[str, str]] = set()
+        self._damaged: dict[tuple[str, str], r.Attempt | None] = {}  # files, and whose they were
         self._hits: list[tuple[float, str]] = []
         self._shares: dict[r.Attempt, dict[int, tuple[r.SealedShare, ...]]] = {}
         self._steps: dict[str, int] = {}
@@ -127,7 +127,7 @@ class Checkers:
         known = self._shelf.record(node, file)
         if known is not None and known.state is r.FileState.WHOLE and known.attempt != attempt:
             self._give_up(node, file, f"taken for {attempt.key}")
-        self._damaged.discard((node, file))
+        self._damaged.pop((node, file), None)
         self._shelf.put(node, file, record, store.files[file])
         if not whole:
             self.promises.taken(node, file, attempt)
@@ -159,8 +159,8 @@ class Checkers:
             self.object(f"{node}: {file} of open or committed {attempt.key} was {how}")
 
     def _on_damage(self, node: str, file: str, what: str) -> None:
-        self._damaged.add((node, file))
         record = self._shelf.record(node, file)
+        self._damaged[node, file] = record.attempt if record is not None else None
         if what == "fault.ram.flip_record":
             self._shelf.take(node, file)
         self._on_hit(node, record.attempt if record is not None else None)
@@ -261,15 +261,15 @@ class Checkers:
             self.object(f"step {step} committed without the bytes of ranks {lost}")
         kept.survives, kept.gone = min((f.survives for f in found), default=-1), bool(lost)
         recent = {node for at_s, node in self._hits if at_s > true_time() - LEASE_S}
-        spare = max(1, commit.layout.m)
+        silent = {node for (node, _), of in self._damaged.items() if of == commit.attempt}
+        spare = max(1, commit.layout.m) - len(silent)  # what rotted since nobody can know of
         if not recent and not lost and kept.survives < spare:
             self.object(f"step {step} committed; it survives {kept.survives} losses, not {spare}")
-        if not recent and not commit.degraded and not all(f.full for f in found):
+        if not recent and not silent and not commit.degraded and not all(f.full for f in found):
             lacking = {f.share.node: f.missing for f in found if not f.full}
             self.object(f"step {step} committed as full, and lacks {lacking}")
-        if not commit.degraded:
-            for f in found:
-                self._check_place(step, f)
+        for f in found if not commit.degraded else ():
+            self._check_place(step, f)
 
     def _check_place(self, step: int, found: Found, repaired: str = "") -> None:
         """No two shards on a host, and no rack has more than the parity can replace."""
@@ -286,7 +286,7 @@ class Checkers:
                 if not kept.snapshots.is_right(record, image):
                     step = kept.commit.attempt.step
                     self.object(f"{node}: {record.kind} {record.part} of step {step} has changed")
-                    self._damaged.add((node, name))
+                    self._damaged[node, name] = record.attempt
 
     def _on_decision(self, decision: r.Decision) -> None:
         """Rule 2: the newest step of the present lineage, unless it cannot be had."""

@@ -43,6 +43,9 @@ PASSING = re.compile(
 )
 """Tasks that end with what they are about."""
 
+UPLOADS = "/offload"
+"""So ends the key of a reader that keeps a step for the object store: it may be at it."""
+
 MORE_FILES = 32
 """Free files that a node may keep beside three for each that is held: prepared and just freed."""
 
@@ -233,7 +236,13 @@ def _of_job(job: JobAgent) -> dict[str, tuple[int, int]]:
         "own attempts": (len(job.saving.open), 80),
         "gathered topics": (len(job.gathering.pieces), MAX_TOPICS),
         "ballots": (len(job.restoring.ballots), 16),
-        "reader's records": (len(job.restoring.reading), 0),
+        "reader's records": (
+            sum(
+                one.session is not None and not key.endswith(UPLOADS)
+                for key, one in job.ctx.readings.items()
+            ),
+            0,
+        ),
         "saves and uploads timed": (
             len(job.scheduling.tuning.begun) + len(job.scheduling.tuning.waiting),
             KEPT_DUE,

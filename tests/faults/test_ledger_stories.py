@@ -11,6 +11,7 @@ from stage import COMMIT, JOB, now, play, until
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
+from p2pckpt.agent.reading import hold, let_go
 from p2pckpt.errors import AgentUnreachable, CheckpointError, LedgerForgot
 from p2pckpt.ports import Put, Txn
 
@@ -130,6 +131,62 @@ def test_a_ballot_that_was_open_when_the_ledger_forgot_ends_with_the_rebuild():
         assert not any(agent.jobs[JOB].busy() for agent in stage.agents.values())
         assert not stage.events("note.task_failed")
         assert await (await launch.again()).restore() == 2
+
+    play(story)
+
+
+def test_a_reader_that_a_ledger_set_back_has_again_keeps_nothing():
+    """Seed 12000007. Only the end of a reading was lost, and the ledger is ahead again before
+    anybody looks: the record stands, under a lease that lives. Who let it go takes it away; one
+    that is held stays."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        ctx, keep_last = stage.agents["n4"].jobs[JOB].ctx, stage.state().generation.keep_last
+
+        def steps():
+            return sorted(step for _, step in stage.state().commits)
+
+        async def held():
+            attempt = stage.state().latest().attempt
+            await hold(ctx, attempt, ".77")
+            await launch.saved(*range(attempt.step + 1, attempt.step + 1 + keep_last))
+            return attempt
+
+        attempt = await held()
+        stage.rollback_to = stage.etcd.revision
+        await let_go(ctx, attempt, ".77")
+        await rolled_back(stage)
+        assert stage.etcd.get(f"{ctx.keys.readers(attempt)}n4.77") is not None
+        assert attempt.step in steps()
+        await asyncio.sleep(60)
+        assert attempt.step not in steps()
+        assert not any(agent.jobs[JOB].ctx.frozen for agent in stage.agents.values())
+        attempt = await held()
+        await asyncio.sleep(60)
+        assert attempt.step in steps()
+        await let_go(ctx, attempt, ".77")
+        await until(lambda: attempt.step not in steps())
+
+    play(story)
+
+
+def test_a_launch_right_after_a_wipe_waits_for_those_with_bytes():
+    """Seed 12000223. A new node opens a session before the agents that have the bytes notice that
+    theirs is gone: what its launch is told is not "nothing"."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1, 2)
+        launch.kill()
+        await asyncio.sleep(20)
+        before = {name: agent.home.kept_at for name, agent in stage.agents.items()}
+        await until(lambda: any(a.home.kept_at > before[n] for n, a in stage.agents.items()))
+        stage.etcd.wipe()
+        stage.add("n9")
+        with pytest.raises(CheckpointError, match="ledger rebuild"):
+            await (await stage.launch("n9")).restore()
 
     play(story)
 

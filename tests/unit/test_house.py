@@ -90,8 +90,8 @@ AGENT_ORDER = [
     {"holdings", "governing", "waiting"},
     {"home", "roster"},
     {"context"},
-    {"gather", "bucket", "installing", "living", "polling"},
-    {"deciding", "tuning"},
+    {"gather", "bucket", "installing", "living", "polling", "retire"},
+    {"deciding", "reading", "tuning"},
     {"closing", "bringing", "settling", "rereading"},
     {
         "rebuilding",
@@ -99,7 +99,6 @@ AGENT_ORDER = [
         "restoring",
         "launch",
         "serve",
-        "retire",
         "members",
         "status",
         "repair",

@@ -4,6 +4,7 @@ Three answers, never mixed up: a step that is provable for every rank; provably 
 know". An older step only after those who could prove the newer one had their time.
 """
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -277,6 +278,13 @@ def test_all_candidates_in_quarantine_is_never_nothing():
 def test_nothing_needs_no_commit_no_silence_no_stranger():
     assert decide_restore(facts(Book(), answers(n0=[], n1=[])), None, 4).choice is r.Choice.NOTHING
     assert decide_restore(facts(Book(), answers(n0=[])), 7, 4).choice is r.Choice.NOTHING
+
+
+def test_nothing_waits_until_agents_had_time_to_come():
+    early = replace(facts(Book(), answers(n0=[])), early=True, patient=False)
+    found = decide_restore(early, None, 4)
+    assert found.choice is None, "whoever waits longer than it is early for is told nothing"
+    assert "about to come" in found.reason
 
 
 def test_bytes_of_another_ledger_are_cannot_know():
