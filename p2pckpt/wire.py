@@ -222,6 +222,15 @@ class LookAgain(r.Record, frozen=True):
     nodes: tuple[str, ...] = ()
 
 
+class LookAtOwn(r.Record, frozen=True):
+    """Look whether what the ledger has of a job in your name is so: joins, living ranks, readers.
+
+    Who asks is held up by it. The answer, Accepted, comes when what is not so is gone.
+    """
+
+    job: str
+
+
 class DrainCall(r.Record, frozen=True):
     """Begin to drain a node (``draining`` True), end that (False), or say how far it is (None).
 
@@ -593,8 +602,11 @@ KINDS: dict[str, type[Any]] = {
 LASTING = {kind for kind in KINDS.values() if kind.__module__ == r.__name__}
 """What ledger and files keep; messages come once."""
 
-REMEMBERED, REMEMBERED_BYTES = 512, 8 * 1024
-"""Envelopes that `unpack` remembers, and how long one may be: 4 MiB at most."""
+REMEMBERED, REMEMBERED_BYTES = 4096, 1024
+"""Envelopes that `unpack` remembers, and how long one may be: more than a job has members."""
+
+LARGE, LARGE_BYTES = 64, 64 * 1024
+"""The same of larger ones: the group records and roster pieces of some steps."""
 
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 _DECODERS = {name: msgspec.json.Decoder(kind) for name, kind in KINDS.items()}
@@ -647,19 +659,20 @@ def unpack_any(data: bytes | memoryview) -> Any:
         raise FormatError(f"{kind}: {e}") from None
 
 
-@lru_cache(maxsize=REMEMBERED)
-def _unpack_again(data: bytes) -> Any:
-    return unpack_any(data)
+_unpack_again = lru_cache(maxsize=REMEMBERED)(unpack_any)
+_unpack_large = lru_cache(maxsize=LARGE)(unpack_any)
 
 
 def unpack(data: bytes | memoryview, kind: type[T]) -> T:
     """The record of an envelope, which must be of `kind`. Raises FormatError.
 
-    Whoever lists a prefix again reads mostly what it has read before: short envelopes of kinds that
-    are kept somewhere are remembered, and equal bytes give the same record, which nobody changes.
+    Whoever lists a prefix again reads mostly what it has read before: envelopes of kinds that are
+    kept somewhere are remembered, and equal bytes give the same record, which nobody changes.
     """
-    again = kind in LASTING and len(data) <= REMEMBERED_BYTES
-    record = _unpack_again(bytes(data)) if again else unpack_any(data)
+    if kind not in LASTING or len(data) > LARGE_BYTES:
+        record = unpack_any(data)
+    else:
+        record = (_unpack_again if len(data) <= REMEMBERED_BYTES else _unpack_large)(bytes(data))
     if not isinstance(record, kind):
         raise FormatError(f"envelope: needs a {kind.__name__}, has a {type(record).__name__}")
     return record

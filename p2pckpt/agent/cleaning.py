@@ -146,6 +146,7 @@ async def clean(ctx: JobContext, dry_run: bool) -> w.CleanReply:
     home, keys = ctx.home, ctx.keys
     held, silent = await ask_all(ctx, w.HeldQuery(ctx.job))
     members = (await home.living()).members.values()
+    await poll(ctx, w.LookAtOwn(ctx.job), w.Accepted, members)
     memories = await poll(ctx, w.CopiesQuery(ctx.job), w.CopiesReply, members)
     seen = {n: m.seen.ledger_id for n, m in memories.items() if m.seen is not None}
     listing = await home.doors.ledger.list(keys.root)

@@ -22,7 +22,7 @@ from msgspec import structs
 from p2pckpt import records as r
 from p2pckpt.agent.holdings import copy_name, seen_name
 from p2pckpt.agent.home import RETRY_S, Home
-from p2pckpt.agent.roster import Roster, read_piece
+from p2pckpt.agent.roster import Roster
 from p2pckpt.agent.waiting import Waiting
 from p2pckpt.errors import (
     AmbiguousAnswer,
@@ -385,7 +385,7 @@ class JobContext:
         if self.roster is None or self.roster.generation != generation:
             prefix = self.keys.roster_pieces(generation.roster_digest)
             listing = await self.home.doors.ledger.list(prefix)
-            pieces = [read_piece(e.value) for e in listing.entries]
+            pieces = [unpack(e.value, r.RosterPiece) for e in listing.entries]
             if len(pieces) == generation.pieces:
                 nodes = tuple(n for piece in pieces for n in piece.nodes)
                 self.roster = Roster(generation, nodes)

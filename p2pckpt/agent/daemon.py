@@ -29,6 +29,7 @@ from p2pckpt.agent.holdings import Holdings
 from p2pckpt.agent.job import JobAgent
 from p2pckpt.agent.living import tell_living
 from p2pckpt.agent.members import keep_session
+from p2pckpt.agent.owning import look_at_own
 from p2pckpt.agent.readying import make_store_ready
 from p2pckpt.agent.scheduling import make_wish
 from p2pckpt.agent.scrub import Scrubbing
@@ -153,6 +154,10 @@ class Agent:
             ctx.elsewhere.update((request.attempt, node) for node in request.nodes)
             if not request.nodes:
                 ctx.tell_lost()
+            return w.Accepted()
+        if isinstance(request, w.LookAtOwn):
+            job = await self._job(request.job)
+            await look_at_own(job.ctx, job.launches)
             return w.Accepted()
         if isinstance(request, w.DrainCall):
             return await self.draining.answer(request)

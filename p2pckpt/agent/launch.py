@@ -29,6 +29,7 @@ from p2pckpt.agent.installing import (
     roster_pieces,
 )
 from p2pckpt.agent.living import read_living, tell_living
+from p2pckpt.agent.polling import poll
 from p2pckpt.errors import (
     CheckpointError,
     GenerationHeld,
@@ -69,6 +70,8 @@ class Launch:
     """Something was announced without an answer: it may still come to stand."""
     look_at: float = 0.0
     looked_at: float = 0.0
+    asked: bool = False
+    """The nodes whose ranks are said to live were asked whether that is so."""
     reason: str = ""
     """What the launch waited for at the last look."""
 
@@ -242,6 +245,13 @@ class Launches:
             config.lost_grace_s,
             config.lease_s + config.lost_grace_s,
         )
+        if waited.launch_s >= config.lease_s and not launch.asked:
+            launch.asked = True
+            living = (await ctx.home.living()).members
+            named = [
+                living[node] for node in sorted(reports) if node in living and reports[node].ranks
+            ]
+            await poll(ctx, w.LookAtOwn(ctx.job), w.Accepted, named)
         ruling = decide_install(joins, roster, reports, waited)
         launch.reason, launch.looked_at = ruling.reason, now
         if roster is not None:  # and no trainer of it came back after the reports were read

@@ -14,6 +14,8 @@ that is due and stays looks for it, and takes it away if nobody put it again sin
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from p2pckpt import records as r
 from p2pckpt.agent.context import RETRY_S, UNSURE_S, JobContext, Reading
 from p2pckpt.agent.retire import decide_retire
@@ -105,13 +107,18 @@ async def look_again(ctx: JobContext) -> None:
     """For ever: records that were let go do not block what is due."""
     while True:
         await ctx.until(lambda: False, LOOK_EVERY_S)
-        due = _due(ctx)
-        for key, reading in list(ctx.readings.items()):
-            if reading.session is None and reading.attempt in due:
-                try:
-                    await _look(ctx, key, reading)
-                except CheckpointError as e:
-                    ctx.note("reader_stays", why=str(e))
+        try:
+            await look(ctx, _due(ctx))
+        except CheckpointError as e:
+            ctx.note("reader_stays", why=str(e))
+
+
+async def look(ctx: JobContext, among: Container[r.Attempt] | None = None) -> None:
+    """Take away records, of some attempts or all, that were let go and are there. Raises
+    LedgerUnavailable, LedgerForgot."""
+    for key, reading in list(ctx.readings.items()):
+        if reading.session is None and (among is None or reading.attempt in among):
+            await _look(ctx, key, reading)
 
 
 def _due(ctx: JobContext) -> set[r.Attempt]:

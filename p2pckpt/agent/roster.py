@@ -10,16 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from p2pckpt import records as r
-from p2pckpt.wire import unpack
-
-
-@lru_cache(maxsize=64)
-def read_piece(value: bytes) -> r.RosterPiece:
-    """A piece of a roster. They are immutable: one that was read before is known."""
-    return unpack(value, r.RosterPiece)
 
 
 @dataclass(frozen=True)

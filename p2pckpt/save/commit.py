@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from p2pckpt import records as r
 from p2pckpt.errors import FormatError
@@ -91,17 +90,11 @@ def decide_commit(
 
 def read_groups(entries: Sequence[Entry], attempt: r.Attempt) -> list[r.GroupRecord]:
     """Group records of an attempt. Raises FormatError for one that is damaged or another's."""
-    groups = [_group(e.value) for e in entries]
+    groups = [unpack(e.value, r.GroupRecord) for e in entries]
     for entry, group in zip(entries, groups, strict=True):
         if group.attempt != attempt:
             raise FormatError(f"{entry.key}: is of attempt {group.attempt.key}")
     return groups
-
-
-@lru_cache(maxsize=64)
-def _group(value: bytes) -> r.GroupRecord:
-    """A restore reads the same records again for every rank."""
-    return unpack(value, r.GroupRecord)
 
 
 def commit_txn(

@@ -367,8 +367,8 @@ class Checkers:
         self.told.joined(ledger_id, generation, launch, asks)
 
     def forgotten(self) -> None:
-        """The ledger was lost, and nobody remembers any commit: then none should stand."""
-        if steps := [kept.commit.attempt.step for kept in self.kept.values() if not kept.gone]:
+        """The ledger was lost, and nobody remembers any commit: then no memory has one whole."""
+        if steps := [k.commit.attempt.step for k in self.kept.values() if self.survives(k) >= 0]:
             self.object(f"the ledger was lost, and nobody has a copy of steps {steps}")
 
     def refused_for_good(self) -> str:

@@ -60,6 +60,7 @@ async def forgotten(stage, forget):
     return launch, before
 
 
+KEYS = r.JobKeys(JOB)
 FORGETTING = pytest.mark.parametrize("forget", [wiped, rolled_back, rolled_back_and_slowly_on])
 
 
@@ -168,6 +169,37 @@ def test_a_reader_that_a_ledger_set_back_has_again_keeps_nothing():
         assert attempt.step in steps()
         await let_go(ctx, attempt, ".77")
         await until(lambda: attempt.step not in steps())
+
+    play(story)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_rank_whose_death_the_ledger_forgot_holds_up_nobody(begun):
+    """Seed 14000113. The report of a death, or the end of a join, was lost unnoticed: the rank
+    stands again under a lease that lives. The next launch asks, or a clean, and the node looks."""
+
+    async def story(stage):
+        if begun:
+            launch = await stage.launch(*THREE)
+            await launch.saved(1, 2)
+            await asyncio.sleep(5)
+        else:
+            launch = stage.form("n0", "n1", world=3)
+            joining = asyncio.gather(*(k.join() for k in launch.ranks), return_exceptions=True)
+            await until(lambda: len(stage.etcd.list(KEYS.root + "join/").entries) == 2)
+        stage.rollback_to = stage.etcd.revision
+        launch.kill()
+        await asyncio.sleep(2)
+        assert stage.etcd.revision > stage.rollback_to
+        await rolled_back(stage)
+        if begun:
+            assert await (await launch.again()).restore() == 2
+            assert stage.events("note.death_told")
+        else:
+            await joining
+            reply = await stage.nodes["n4"].trainer().call(w.CleanCall(JOB, False))
+            assert reply.problem == ""
+            assert stage.events("note.join_removed")
 
     play(story)
 

@@ -108,7 +108,7 @@ AGENT_ORDER = [
         "readying",
         "scheduling",
     },
-    {"mending"},
+    {"mending", "owning"},
     {"job", "asking", "scrub", "drain"},
     {"daemon"},
     {"wiring"},
