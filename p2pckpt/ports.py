@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -298,8 +298,8 @@ class Arena(Protocol):
         """Read one back, None if absent."""
         ...
 
-    def documents(self) -> tuple[str, ...]:
-        """Names of all documents, sorted."""
+    def documents(self) -> Set[str]:
+        """Names of all documents, as they are from moment to moment."""
         ...
 
     def adopt(self) -> tuple[Kept, ...]:

@@ -312,7 +312,7 @@ def _remove_copies(ctx: JobContext, ids: set[str]) -> None:
     """Copies of commits of these ledger ids."""
     arena = ctx.home.doors.arena
     prefix = copy_name(r.Attempt("", ctx.job, 0, 0, 0)).rsplit("-", 1)[0]
-    for name in arena.documents():
+    for name in sorted(arena.documents()):
         packed = arena.document(name) if name.startswith(prefix) else None
         try:
             copy = unpack(packed, r.CommitCopy) if packed is not None else None

@@ -75,7 +75,7 @@ def remembered(ctx: JobContext) -> w.CopiesReply:
     """What this node remembers of a job; damaged copies are left out, with a note."""
     prefix = copy_name(r.Attempt("", ctx.job, 0, 0, 0)).rsplit("-", 1)[0]
     copies = []
-    for name in ctx.home.doors.arena.documents():
+    for name in sorted(ctx.home.doors.arena.documents()):
         packed = ctx.home.doors.arena.document(name) if name.startswith(prefix) else None
         if packed is None:
             continue
@@ -83,7 +83,11 @@ def remembered(ctx: JobContext) -> w.CopiesReply:
             copies.append(unpack(packed, r.CommitCopy))
         except FormatError as e:
             ctx.note("copy_damaged", name=name, why=str(e))
-    return w.CopiesReply(ctx.seen, tuple(copies))
+    seen, state = ctx.seen, ctx.state
+    if seen is not None and state.generation is not None and seen.ledger_id == state.ledger_id:
+        number = max(seen.generation, state.generation.number)  # the watch may know a newer one
+        seen = structs.replace(seen, generation=number)
+    return w.CopiesReply(seen, tuple(copies))
 
 
 @dataclass(frozen=True)

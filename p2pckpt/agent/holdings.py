@@ -106,6 +106,8 @@ class Holdings:
         self._new_name = new_name
         self._quota_bytes = job_quota_bytes
         self._files: dict[str, Held] = {}
+        self._by_attempt: dict[r.Attempt, list[Held]] | None = None
+        """What `of_attempt` says, until a file changes hands."""
         self._takes = 0
         self._preparing: dict[tuple[str, r.FileKind], list[int]] = {}
         self._prepared = asyncio.Event()
@@ -126,6 +128,7 @@ class Holdings:
                 whole=True,
                 manifest_digest=rec.manifest_digest,
             )
+        self._by_attempt = None
         return list(self._files.values())
 
     def __iter__(self) -> Iterator[Held]:
@@ -133,7 +136,12 @@ class Holdings:
 
     def of_attempt(self, attempt: r.Attempt) -> list[Held]:
         """All files that belong to an attempt, whole or not."""
-        return [h for h in self if h.attempt == attempt]
+        if self._by_attempt is None:  # everybody who waits asks this after every change
+            self._by_attempt = {}
+            for held in self:
+                if held.attempt is not None:
+                    self._by_attempt.setdefault(held.attempt, []).append(held)
+        return list(self._by_attempt.get(attempt, ()))
 
     def of_job(self, job: str) -> list[Held]:
         """All files of a job that are not free."""
@@ -179,7 +187,7 @@ class Holdings:
         except BaseException:
             self._arena.remove(name)
             raise
-        self._files[name] = held
+        self._files[name], self._by_attempt = held, None
         return held
 
     def _check_quota(self, want: Want) -> None:
@@ -304,13 +312,14 @@ class Holdings:
         if held.doomed and held.writer is None:
             held.attempt, held.whole, held.doomed, held.length = None, False, False, 0
             held.freed_at = self._takes
+            self._by_attempt = None
 
     def discard(self, held: Held) -> None:
         """A file that is known to be bad goes, record first, with the pages that it lay in."""
         if self._mine(held) and held.bad and held.attempt is not None and held.writer is None:
             held.whole = False
             self._arena.put_record(held.file, held.record())
-            held.attempt = None
+            held.attempt = self._by_attempt = None
             self._remove(held)
 
     def drop_free(self, job: str) -> None:
@@ -329,7 +338,7 @@ class Holdings:
     def sweep_documents(self) -> None:
         """Remove manifests that no file refers to."""
         wanted = {document_name(h.manifest_digest) for h in self if h.attempt is not None}
-        for name in self._arena.documents():
+        for name in sorted(self._arena.documents()):
             if name.startswith("manifest-") and name not in wanted:
                 self._arena.remove(name)
 

@@ -211,6 +211,11 @@ class JobAgent:
                 f"rank {seat.rank} belongs to generation {seat.launch.generation.number} of job "
                 f"{self.ctx.job}; generation {current.number} began"
             )
+        if seat.launch.ledger_id != self.ctx.state.ledger_id != "":
+            raise StaleGenerationError(
+                f"rank {seat.rank} of job {self.ctx.job} joined in ledger "
+                f"{seat.launch.ledger_id[:8]}, which is gone"
+            )
         return seat
 
     def _steps(self) -> r.Record:

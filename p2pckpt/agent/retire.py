@@ -227,8 +227,7 @@ async def retire(ctx: JobContext) -> None:
         if not led and await ctx.until(lambda: not judged.due(), others_s):
             continue  # somebody else did
         try:
-            if led not in (0, swept):
-                await _sweep(ctx)
+            if led not in (0, swept) and await _sweep(ctx):
                 swept = led
             await _retire_due(ctx)
         except (LedgerForgot, LedgerUnavailable, StaleGenerationError) as e:
@@ -247,13 +246,16 @@ async def _retire_due(ctx: JobContext) -> None:
         await ctx.transact(trim_txn(truth, trim))
 
 
-async def _sweep(ctx: JobContext) -> None:
+async def _sweep(ctx: JobContext) -> bool:
+    """Is all gone, as far as is known? Who got no answer looks again."""
     truth = await ctx.truth()
     needless = decide_sweep(truth, await ctx.home.doors.ledger.list(ctx.keys.root))
     for txn in sweep_txns(truth, needless):
-        await ctx.transact(txn)
+        if not await ctx.transact(txn):
+            return False
     if needless:
         ctx.note("swept", keys=len(needless))
+    return True
 
 
 @dataclass

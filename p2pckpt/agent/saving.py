@@ -309,7 +309,9 @@ class Saving:
         return None
 
     async def _roster(self, attempt: r.Attempt) -> Roster:
-        roster = await self.ctx.load_roster()
+        roster, ledger_id = await self.ctx.load_roster(), self.ctx.state.ledger_id
+        if ledger_id != attempt.ledger_id:
+            raise StaleGenerationError(f"ledger {attempt.ledger_id[:8]} is gone, and its attempts")
         if roster is None or roster.generation.number != attempt.generation:
             raise StaleGenerationError(f"generation {attempt.generation} is over")
         return roster

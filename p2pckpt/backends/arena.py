@@ -31,7 +31,7 @@ import secrets
 import stat
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,9 +210,9 @@ class TmpfsArena:
         with self._translated(f"document {name}", 0):
             return _read(self._place(name, "doc"))
 
-    def documents(self) -> tuple[str, ...]:
-        """Names of all documents, sorted; remembered, so that asking costs nothing."""
-        return tuple(sorted(self._documents))
+    def documents(self) -> Set[str]:
+        """Names of all documents; remembered, so that asking costs nothing."""
+        return self._documents
 
     def close(self) -> None:
         """Let go of the directory; files and documents stay. Reservations under way end."""

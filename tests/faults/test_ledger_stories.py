@@ -12,7 +12,12 @@ from stage import COMMIT, JOB, now, play, until
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.reading import hold, let_go
-from p2pckpt.errors import AgentUnreachable, CheckpointError, LedgerForgot
+from p2pckpt.errors import (
+    AgentUnreachable,
+    CheckpointError,
+    LedgerForgot,
+    StaleGenerationError,
+)
 from p2pckpt.ports import Put, Txn
 
 THREE = ("n0", "n1", "n2")
@@ -219,6 +224,31 @@ def test_a_launch_right_after_a_wipe_waits_for_those_with_bytes():
         stage.add("n9")
         with pytest.raises(CheckpointError, match="ledger rebuild"):
             await (await stage.launch("n9")).restore()
+
+    play(story)
+
+
+def test_a_rank_of_a_ledger_that_is_gone_is_stale():
+    """Seed 14000863. Those who were asked for a rebuild knew an older generation, so that its
+    number was one that a launch had, and its ranks went on in the new ledger, without a roster."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1, 2)
+        launch.kill()
+        await asyncio.sleep(30)
+        launch = await stage.launch("n4")
+        assert launch.generation == 2
+        await asyncio.sleep(1)
+        peers = stage.agents["n4"].home.doors.peers
+        for name in THREE:  # by the watch alone
+            address = stage.agents[name].home.member.peers_address
+            reply = await peers.call(address, w.CopiesQuery(JOB), 2.0)
+            assert reply.seen.generation == 2, name
+        seat = next(iter(stage.agents["n4"].jobs[JOB].seats.values()))
+        seat.launch.ledger_id = "0" * 32
+        with pytest.raises(StaleGenerationError, match="is gone"):
+            await launch.all(lambda rank: rank.call(w.OpenSlot(0, 3, 4096)))
 
     play(story)
 

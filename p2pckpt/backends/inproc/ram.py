@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from p2pckpt import wire
@@ -149,9 +149,9 @@ class FakeArena:
         """Read a document back, None if absent."""
         return self._store.documents.get(name)
 
-    def documents(self) -> tuple[str, ...]:
-        """Names of all documents, sorted."""
-        return tuple(sorted(self._store.documents))
+    def documents(self) -> Set[str]:
+        """Names of all documents."""
+        return self._store.documents.keys()
 
     def adopt(self) -> tuple[Kept, ...]:
         """Files with a valid WHOLE record, by name; all other files are removed."""
