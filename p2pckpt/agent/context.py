@@ -143,7 +143,7 @@ class JobContext:
         async for changes in watch:
             if changes:
                 self.state.apply_all(changes)
-                self.wake()
+                self.waiting.look()
             else:  # a new connection, perhaps to a ledger that was set back and rebuilt meanwhile
                 await self.refresh()
 

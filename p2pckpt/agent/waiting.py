@@ -6,7 +6,7 @@ all of them. So a change does not say who it is for: everybody looks, and who se
 for goes on.
 
 Contract: `wake` lets all look in the next turn of the event loop, once for all that changes until
-then; a predicate that was true only in between is not seen. What a predicate raises is raised where
+then, `look` at once; a predicate that was true only in between is not seen. What a predicate raises is raised where
 it was waited for. No wait takes longer than its timeout.
 
 Consequence: predicates are asked often, by every wait for every change, so they must be cheap; and
@@ -34,9 +34,14 @@ class Waiting:
         """Something changed."""
         if not self._woken:
             self._woken = True
-            asyncio.get_running_loop().call_soon(self._look)
+            asyncio.get_running_loop().call_soon(self._look_if_woken)
 
-    def _look(self) -> None:
+    def _look_if_woken(self) -> None:
+        if self._woken:
+            self.look()
+
+    def look(self) -> None:
+        """Something changed, and it is the last of it for now: all look at once."""
         self._woken = False
         self.wakes += 1
         for bell, ready in list(self._bells.items()):

@@ -32,6 +32,8 @@ PROGRESS_S = 1.0
 """How long a stream may be quiet before the member is asked for progress, and asked again."""
 SILENT_S = 3.0
 """How long all answers may be missing before the stream is given up."""
+_LOOK_AFTER = 0.25
+"""Of PROGRESS_S: how often it is looked whether a stream is quiet."""
 _PAUSE_S = 0.05
 """A member that ends every stream at once must not make us spin."""
 _PUT = 0
@@ -158,13 +160,22 @@ def _why(what: str, following: int, answer: Any) -> Exception:
 
 
 class _Stream:
-    """One stream of one member, with one watch on it."""
+    """One stream of one member, with one watch on it.
+
+    Whoever waits reads the stream itself; a timer looks after it, asks for progress, and cancels
+    the stream when that is not answered. (A task for each read costs as much as the read.)
+    """
 
     def __init__(self, calls: Calls, member: Any) -> None:
         self._calls = calls
         self.member = member
         self._call = member.watch.Watch(metadata=(("hasleader", "true"),))
-        self._reading: asyncio.Future[Any] | None = None
+        self.waiting_since: float | None = None
+        self._asked_at = -SILENT_S
+        self._asking: asyncio.Task[None] | None = None
+        self._given_up = ""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(PROGRESS_S * _LOOK_AFTER, self._look)
 
     async def begin(self, span: tuple[bytes, bytes], revision: int) -> None:
         """Ask for changes from a revision on."""
@@ -176,28 +187,46 @@ class _Stream:
 
         The member is heard only while somebody waits here, so its silence counts from here.
         """
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        self._reading = asyncio.ensure_future(self._call.read())
-        while not self._reading.done():
-            if loop.time() - began > SILENT_S:
-                raise _Lost("silent")
-            done, _ = await asyncio.wait({self._reading}, timeout=PROGRESS_S)
-            if not done:
-                await self._write(pb.WatchRequest(progress_request=pb.WatchProgressRequest()))
-        reading, self._reading = self._reading, None
-        if reading.cancelled():
-            raise self._lost("cancelled")
-        error = reading.exception()
-        if isinstance(error, grpc.aio.AioRpcError):
-            raise self._lost(f"{error.code().name} {error.details()}")
-        if error is not None:
-            raise error
-        answer = reading.result()
+        self.waiting_since = asyncio.get_running_loop().time()
+        try:
+            answer = await self._call.read()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise self._lost(self._given_up or "cancelled") from None
+        except grpc.aio.AioRpcError as error:
+            raise self._lost(f"{error.code().name} {error.details()}") from None
+        finally:
+            self.waiting_since = None
         if answer is grpc.aio.EOF:
             raise self._lost("ended")
         self._calls.check_cluster(answer.header, self.member)
         return answer
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        since = now if self.waiting_since is None else self.waiting_since
+        if now - since > SILENT_S:
+            self._give_up("silent")
+            return
+        asks = self._asking is not None and not self._asking.done()
+        if now - max(since, self._asked_at) >= PROGRESS_S and not asks:
+            self._asked_at = now
+            self._asking = loop.create_task(self._ask(), name="watch progress")
+        self._timer = loop.call_later(PROGRESS_S * _LOOK_AFTER, self._look)
+
+    async def _ask(self) -> None:
+        try:
+            await self._write(pb.WatchRequest(progress_request=pb.WatchProgressRequest()))
+        except (_Lost, LedgerUnavailable) as e:
+            self._give_up(str(e))
+
+    def _give_up(self, why: str) -> None:
+        """Whoever waits is told that the stream is lost."""
+        self._given_up = why
+        self._call.cancel()
 
     async def _write(self, request: Any) -> None:
         # Not `wait_for`: in Python 3.11 it loses a cancellation that meets the write's end.
@@ -217,10 +246,9 @@ class _Stream:
         return _Lost(why)
 
     async def end(self) -> None:
-        """Cancel the stream and wait for its last read, so that no task is left behind."""
+        """Cancel the stream, so that no task and no timer is left behind."""
+        self._timer.cancel()
         self._call.cancel()
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.wait({self._reading}, timeout=self._calls.rpc_deadline_s)
-            if self._reading.done() and not self._reading.cancelled():
-                self._reading.exception()  # seen, so that asyncio does not report it as lost
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait({self._asking}, timeout=self._calls.rpc_deadline_s)

@@ -334,7 +334,7 @@ def test_closing_ends_watches_and_later_calls(one, prefix):
         revision = (await etcd.ledger.list(prefix)).revision
         watch = etcd.ledger.watch(prefix, revision)
         waiting = asyncio.create_task(anext(watch))
-        while watch._stream is None or watch._stream._reading is None:
+        while watch._stream is None or watch._stream.waiting_since is None:
             await asyncio.sleep(0.001)
         await etcd.close()
         with pytest.raises(LedgerUnavailable, match="closed"):
