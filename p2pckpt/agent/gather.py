@@ -78,11 +78,11 @@ async def hand_in(
     found = roster.find(ctx.home.node)
     assert found is not None, "only roster nodes have pieces"
     number, _ = found
-    group = roster.group(number)
+    group, about = roster.group(number), topic(piece)
     takeover_s = ctx.home.config.takeover_s
 
     def complete() -> list[HandIn] | None:
-        return gathering.complete(topic(piece), group)
+        return gathering.complete(about, group)
 
     try:
         while not done():
@@ -96,7 +96,7 @@ async def hand_in(
                         return
                     await ctx.until(done, takeover_s)  # it failed: not again at once
     finally:
-        gathering.forget(topic(piece))
+        gathering.forget(about)
         if piece.attempt is not None:
             ctx.hindered.pop(piece.attempt, None)
 

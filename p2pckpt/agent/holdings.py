@@ -106,8 +106,8 @@ class Holdings:
         self._new_name = new_name
         self._quota_bytes = job_quota_bytes
         self._files: dict[str, Held] = {}
-        self._by_attempt: dict[r.Attempt, list[Held]] | None = None
-        """What `of_attempt` says, until a file changes hands."""
+        self._by_attempt: dict[r.Attempt, dict[str, Held]] = {}
+        """The files that are not free, by name: everybody who waits asks, after every change."""
         self._takes = 0
         self._preparing: dict[tuple[str, r.FileKind], list[int]] = {}
         self._prepared = asyncio.Event()
@@ -116,7 +116,7 @@ class Holdings:
         """At start: take over every file that an earlier agent of this store left WHOLE."""
         for kept in self._arena.adopt():
             rec = kept.record
-            self._files[kept.file] = Held(
+            held = self._files[kept.file] = Held(
                 file=kept.file,
                 capacity=kept.capacity,
                 kind=rec.kind,
@@ -128,7 +128,7 @@ class Holdings:
                 whole=True,
                 manifest_digest=rec.manifest_digest,
             )
-        self._by_attempt = None
+            self._by_attempt.setdefault(rec.attempt, {})[kept.file] = held
         return list(self._files.values())
 
     def __iter__(self) -> Iterator[Held]:
@@ -136,12 +136,7 @@ class Holdings:
 
     def of_attempt(self, attempt: r.Attempt) -> list[Held]:
         """All files that belong to an attempt, whole or not."""
-        if self._by_attempt is None:  # everybody who waits asks this after every change
-            self._by_attempt = {}
-            for held in self:
-                if held.attempt is not None:
-                    self._by_attempt.setdefault(held.attempt, []).append(held)
-        return list(self._by_attempt.get(attempt, ()))
+        return list(self._by_attempt.get(attempt, {}).values())
 
     def of_job(self, job: str) -> list[Held]:
         """All files of a job that are not free."""
@@ -187,7 +182,7 @@ class Holdings:
         except BaseException:
             self._arena.remove(name)
             raise
-        self._files[name], self._by_attempt = held, None
+        self._files[name] = self._by_attempt.setdefault(attempt, {})[name] = held
         return held
 
     def _check_quota(self, want: Want) -> None:
@@ -310,16 +305,24 @@ class Holdings:
 
     def _settle(self, held: Held) -> None:
         if held.doomed and held.writer is None:
-            held.attempt, held.whole, held.doomed, held.length = None, False, False, 0
+            self._leave(held)
+            held.whole, held.doomed, held.length = False, False, 0
             held.freed_at = self._takes
-            self._by_attempt = None
+
+    def _leave(self, held: Held) -> None:
+        if held.attempt is not None:
+            files = self._by_attempt[held.attempt]
+            del files[held.file]
+            if not files:
+                del self._by_attempt[held.attempt]
+            held.attempt = None
 
     def discard(self, held: Held) -> None:
         """A file that is known to be bad goes, record first, with the pages that it lay in."""
         if self._mine(held) and held.bad and held.attempt is not None and held.writer is None:
             held.whole = False
             self._arena.put_record(held.file, held.record())
-            held.attempt = self._by_attempt = None
+            self._leave(held)
             self._remove(held)
 
     def drop_free(self, job: str) -> None:

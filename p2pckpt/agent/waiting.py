@@ -6,8 +6,8 @@ all of them. So a change does not say who it is for: everybody looks, and who se
 for goes on.
 
 Contract: `wake` lets all look in the next turn of the event loop, once for all that changes until
-then, `look` at once; a predicate that was true only in between is not seen. What a predicate raises is raised where
-it was waited for. No wait takes longer than its timeout.
+then, `look` at once; a predicate that was true only in between is not seen. What a predicate raises
+is raised where it was waited for. No wait takes longer than its timeout.
 
 Consequence: predicates are asked often, by every wait for every change, so they must be cheap; and
 an agent for which nothing changes does nothing.

@@ -15,7 +15,7 @@ from stage import ABORT, COMMIT, JOB, content, play, until
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent import saving
+from p2pckpt.agent import reading, saving
 from p2pckpt.errors import SaveAborted
 from p2pckpt.ports import Doors
 
@@ -65,6 +65,7 @@ def test_what_an_agent_remembers_does_not_grow_with_saves_and_lost_nodes(monkeyp
     again, restores, and saves on. What n0 remembers and the number of tasks are afterwards what
     they were before, but for what a single save more or less in flight makes."""
     monkeypatch.setattr(saving, "REMEMBERED", 8)
+    monkeypatch.setattr(reading, "REMEMBERED", 1)
 
     async def story(stage):
         launch, names = await stage.launch(*FOUR, keep_last=1), list(FOUR)
