@@ -48,6 +48,8 @@ class Ballot:
     decide_s: float = 0.0
     news: bool = False
     """This node wrote a group's report, so the ballot may be due."""
+    ended: bool = False
+    """This node saw its end: a rank that comes late gives back what it took."""
 
 
 async def restore_first(ctx: JobContext) -> None:

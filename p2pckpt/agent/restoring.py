@@ -101,12 +101,18 @@ class Restoring:
             await self._result(ballot, rank, failed)
             return w.RestoreAgain(reason=reason)
         try:
-            return await self._file(ballot, rank)
+            file = await self._file(ballot, rank)
+            if ballot.ended:
+                raise SourcesAway(f"ballot {number} ended before rank {rank} had its file")
+            return file
         except (CheckpointError, TimeoutError) as e:
             retryable = not (isinstance(e, RestoreFailed) and not e.retryable)
             failed = w.RestoreDone(ballot=number, failed=str(e), retryable=retryable)
             reply = await self._result(ballot, rank, failed)
             return w.RestoreAgain(reason=reply.reason or str(e))
+        finally:
+            if ballot.ended:
+                ctx.home.spawn(f"reader of ballot {number}", self._give_back(ballot))
 
     async def _decision(
         self, roster: Roster, number: int, call: w.RestoreCall
@@ -283,6 +289,10 @@ class Restoring:
     async def _see_closed(self, roster: Roster, ballot: Ballot) -> None:
         """Until the ballot is closed; then this node's staging and reader's record go."""
         await see_closed(self.ctx, roster, ballot, self.gathering)
+        ballot.ended = True
+        await self._give_back(ballot)
+
+    async def _give_back(self, ballot: Ballot) -> None:
         for held in ballot.files.values():
             if held.kind is r.FileKind.STAGE:
                 self.ctx.home.holdings.release(held)

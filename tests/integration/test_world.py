@@ -28,6 +28,18 @@ from simulations.world.story import EXIT_CODES, FAULTS, JOB, Options, World, run
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "p2pckpt.cli.main", "simulate", "world"]
 SMALL = ("--nodes", "5", "--racks", "5", "--ranks", "3", "--jobs", "1", "--layout", "rs:2,1")
+FOUND = {
+    12000007: "a reader's record was back after a rollback, and kept its step for ever",
+    12000038: "the checker counted damage of an open attempt that nobody can know of",
+    12000223: "a launch right after a wipe was told nothing, before those with bytes were back",
+    14000113: "a join was back after a rollback, and the job could never be cleaned",
+    14000426: "the checker missed copies of what only the object store had",
+    14000835: "a sweep that was not answered was not done again",
+    14000863: "ranks of a ledger that was gone went on in the rebuilt one",
+    14001849: "a rank that came late to a ballot put its reader's record after its end",
+}
+"""Seeds that found a fault: what they draw may change, then they are just seeds."""
+
 SHORT = (*SMALL, "--saves", "9", "--every", "5", "--keep-last", "1", "--offload-every", "0")
 
 
@@ -177,6 +189,12 @@ def test_a_commit_without_bytes_is_wrong(monkeypatch):
     result = run(Options(1, saves=2, quiet_saves=1, faults=("pause",)))
     assert result.end == "wrong"
     assert "step 9000 committed without the bytes of ranks [0, 1, 2, 3]" in result.why
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_what_a_seed_found_is_mended(seed):
+    result = run(draw(seed), keep_log=False)
+    assert result.end in ("ok", "lost"), result.why
 
 
 def test_of_older_generations_nothing_is_left():
