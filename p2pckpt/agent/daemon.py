@@ -222,7 +222,9 @@ class Agent:
         assert self._group is not None, "parts work only while the agent runs"
         guarded = self._guard(name, work)
         try:
-            return self._group.create_task(guarded, name=name)
+            task = self._group.create_task(guarded, name=name)
+            task.add_done_callback(lambda _: work.close())  # one that ends before it began
+            return task
         except RuntimeError:  # the agent is ending: nothing new begins
             guarded.close()
             work.close()

@@ -25,9 +25,6 @@ from p2pckpt.restore.locate import Facts, Finding, candidates, decide_restore, l
 from p2pckpt.save.commit import read_groups
 from p2pckpt.wire import pack, unpack
 
-REJOIN_KEEPALIVES = 2
-"""So many `keepalive_s` after a wipe of etcd every agent that can reach it has a new session."""
-
 
 async def decision_of(
     ctx: JobContext, roster: Roster, number: int, step: int | None
@@ -68,9 +65,7 @@ async def _find(ctx: JobContext, step: int | None, roster: Roster, patient: bool
         except FormatError:
             groups[commit.attempt.key] = []  # the step cannot be proven; the note says why
     answers, silent = await ask_all(ctx, w.HeldQuery(job=ctx.job))
-    home = ctx.home
-    early = home.now() - home.opened_at < REJOIN_KEEPALIVES * home.config.keepalive_s
-    facts = Facts(state, answers, silent, groups, patient, early=early)
+    facts = Facts(state, answers, silent, groups, patient, early=not ctx.home.steady)
     facts = await ask_bucket(ctx, facts, candidates(state, step))
     return decide_restore(facts, step, roster.generation.world_size)
 

@@ -55,9 +55,8 @@ class Home:
     spawn: Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
     member: r.Member
     session: Session | None = None
-    opened_at: float = math.inf
-    """When the present session, or the last one, was asked for."""
     kept_at: float = -1e9
+    _steady_since: float = math.inf
     newest_revision: int = 0
     followers: list[Follower] = field(default_factory=list)
     governing: Governing = field(init=False)
@@ -82,6 +81,24 @@ class Home:
     def cut_off(self) -> bool:
         """No renewal for a whole lease: this agent may be taken for lost."""
         return self.session is None or self.now() - self.kept_at > self.config.lease_s
+
+    def kept(self, asked_at: float, anew: bool = False) -> None:
+        """The session was opened ``anew`` or renewed, which was asked for at `asked_at`."""
+        if anew or asked_at - self.kept_at > self._gap_s:
+            self._steady_since = asked_at
+        self.kept_at = asked_at
+
+    @property
+    def steady(self) -> bool:
+        """The ledger was reached for two `keepalive_s` without a gap as long: were it wiped or away
+        before, every agent that can reach it has a session again."""
+        now, kept = self.now(), self.session is not None
+        gap_s = self._gap_s
+        return kept and now - self.kept_at <= gap_s <= now - self._steady_since
+
+    @property
+    def _gap_s(self) -> float:
+        return 2 * self.config.keepalive_s
 
     async def living(self, max_age_s: float = 0.0) -> Living:
         """Who lives. Raises LedgerUnavailable.

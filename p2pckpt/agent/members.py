@@ -44,7 +44,7 @@ async def keep_session(home: Home, on_session: Callable[[], Awaitable[None]]) ->
 async def _renew(home: Home, session: Session) -> None:
     asked_at = home.now()
     if await home.doors.membership.keep(session):
-        home.kept_at = asked_at
+        home.kept(asked_at)
     else:
         home.doors.notes("session_lost", {"node": home.node})
         home.session = None
@@ -60,5 +60,5 @@ async def _open(home: Home) -> None:
     )
     session = await home.doors.membership.open(member, home.config.lease_s)
     home.member, home.session = member, session
-    home.opened_at = home.kept_at = asked_at
+    home.kept(asked_at, anew=True)
     home.doors.notes("session", {"node": home.node, "revision": session.revision})

@@ -12,6 +12,7 @@ lease nor the ledger is needed to give bytes back.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ class Incoming:
     manifest: Held
     expected: list[Expected]
     expected_manifest: Expected
+    ending: asyncio.Task[None] | None = None
+    """Gives it up in time, unless it is taken before."""
 
 
 class Serving:
@@ -87,20 +90,21 @@ class Serving:
         if why := decide_offer(offer, ctx.state, self.home.cut_off, draining):
             return w.RefusedReply(reason=why)
         key = (offer.attempt, offer.owner, offer.index)
-        if key in self.incoming:
-            await self._drop(self.incoming.pop(key))
+        if (before := self._take(key)) is not None:
+            await self._drop(before)
         try:
             incoming = await self._prepare(offer)
         except NoRoom as e:
             need, arena = sum(offer.lengths) + offer.manifest_bytes, self.home.doors.arena
             have = max(0, arena.budget_bytes - arena.used_bytes)
             return w.RefusedReply(reason=str(e), room_need=need, room_have=have)
-        while (twin := self.incoming.pop(key, None)) is not None:  # the same offer came twice
+        while (twin := self._take(key)) is not None:  # the same offer came twice
             await self._drop(twin)
         self.incoming[key] = incoming
         layout = ctx.state.generation.layout if ctx.state.generation else r.Layout(1, 0)
         ctx.track(offer.attempt, sum(offer.lengths) * layout.shards)
-        self.home.spawn(f"incoming {key}", self._end_with_attempt(ctx, key, incoming))
+        ending = self._end_with_attempt(ctx, key, incoming)
+        incoming.ending = self.home.spawn(f"incoming {key}", ending)
         address = self.home.doors.transport.address
         return w.PutGrant(
             shard=tuple(
@@ -142,7 +146,7 @@ class Serving:
     async def seal(self, seal: w.PutSeal) -> r.Record:
         """All bytes should be here: check, record, and give the receipt."""
         key = (seal.attempt, seal.owner, seal.index)
-        incoming = self.incoming.pop(key, None)
+        incoming = self._take(key)
         if incoming is None:
             kept = self.home.holdings.find(*key_of(seal))
             if kept is not None:  # the receipt was lost on its way
@@ -204,13 +208,17 @@ class Serving:
         attempt, size, can_wait = offer.attempt, sum(offer.lengths), offer.traffic.can_wait
         timeout_s = config.attempt_timeout_s - config.silent_holder_s
         timeout_s += config.patience_s(size, can_wait)
-        await ctx.until(
-            lambda: self.incoming.get(key) is not incoming or ctx.state.settled(attempt) != "",
-            timeout_s,
-        )
+        await ctx.until(lambda: ctx.state.settled(attempt) != "", timeout_s)
         if self.incoming.get(key) is incoming:
             del self.incoming[key]
             await self._drop(incoming)
+
+    def _take(self, key: tuple[r.Attempt, str, int]) -> Incoming | None:
+        """A put that is under way: from now on it is for who asked to end it."""
+        incoming = self.incoming.pop(key, None)
+        if incoming is not None and incoming.ending is not None:
+            incoming.ending.cancel()
+        return incoming
 
     async def _drop(self, incoming: Incoming) -> None:
         """Give a put up: nobody writes any more when the files go back."""

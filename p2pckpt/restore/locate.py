@@ -40,8 +40,8 @@ class Facts:
 
     ``answers``: by node name. ``silent``: living by lease, but did not answer. ``groups``: group
     records by attempt key. ``known_stores``: store_ids of living members. ``patient``: stores that
-    are away may still return, so an older step must wait. ``early``: who decides has a session for
-    so short a time that, were the ledger wiped just before, others might not have one again.
+    are away may still return, so an older step must wait. ``early``: who decides reaches the ledger
+    for so short a time that, were it wiped or away before, others might not have a session again.
     """
 
     state: JobState

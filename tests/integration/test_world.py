@@ -37,6 +37,7 @@ FOUND = {
     14000835: "a sweep that was not answered was not done again",
     14000863: "ranks of a ledger that was gone went on in the rebuilt one",
     14001849: "a rank that came late to a ballot put its reader's record after its end",
+    14002446: "after an outage of the ledger, too, those with bytes are back a little later",
 }
 """Seeds that found a fault: what they draw may change, then they are just seeds."""
 
