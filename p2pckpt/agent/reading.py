@@ -37,9 +37,11 @@ def reads(ctx: JobContext, attempt: r.Attempt, who: str) -> bool:
 
 
 def holds(ctx: JobContext, attempt: r.Attempt, who: str) -> bool:
-    """Does the record stand, under this node's present session?"""
+    """Does the record stand, under this node's present session? Not while it is put."""
     reading = ctx.readings.get(_key(ctx, attempt, who))
-    return reading is not None and reading.session is not None and _current(ctx, reading)
+    if reading is None or reading.session is None or reading.turn.locked():
+        return False
+    return _current(ctx, reading)
 
 
 async def hold(ctx: JobContext, attempt: r.Attempt, who: str) -> None:
