@@ -17,7 +17,7 @@ byte is deleted by a rebuild.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -130,7 +130,7 @@ async def rebuild(ctx: JobContext, dry_run: bool) -> w.RebuildReply:
         ctx.note("rebuild_of", why=str(e))
     listing = await home.doors.ledger.list(ctx.keys.root)
     plan, new_id = decide_rebuild(replies), home.doors.ids.new()
-    problem = plan.problem or _needless(ctx, listing)
+    problem = plan.problem or _needless(ctx, listing, replies.values())
     if not problem and not dry_run:
         await _write(ctx, plan, listing, new_id)
     return w.RebuildReply(
@@ -143,11 +143,14 @@ async def rebuild(ctx: JobContext, dry_run: bool) -> w.RebuildReply:
     )
 
 
-def _needless(ctx: JobContext, listing: Listing) -> str:
+def _needless(ctx: JobContext, listing: Listing, replies: Iterable[w.CopiesReply]) -> str:
     entry = entry_of(listing, ctx.keys.ledger_id)
-    same = entry is not None and ctx.seen is not None and not ctx.frozen
-    if same and entry is not None and ctx.seen and entry.value.decode() == ctx.seen.ledger_id:
-        return "the ledger is whole as far as this agent has seen it: nothing to rebuild"
+    if entry is None or ctx.seen is None or ctx.frozen:
+        return ""
+    ledger_id = entry.value.decode()
+    frozen = [s for s in (reply.seen for reply in replies) if s and s.back]  # another agent is
+    if ledger_id == ctx.seen.ledger_id and all(s.ledger_id != ledger_id for s in frozen):
+        return "the ledger is whole as far as any agent has seen it: nothing to rebuild"
     return ""
 
 

@@ -228,6 +228,27 @@ def test_a_launch_right_after_a_wipe_waits_for_those_with_bytes():
     play(story)
 
 
+def test_a_rebuild_that_one_frozen_agent_needs_is_done_from_any():
+    """Seed 13346259. One agent alone had seen what the ledger lost, and all others go on: whichever
+    agent is asked for a rebuild does it, and the frozen one goes on."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1, 2)
+        assert "nothing to rebuild" in (await stage.rebuild("n1")).problem
+        stage.agents["n0"].jobs[JOB].ctx.freeze("revision 5, seen 9")
+        launch.kill()
+        assert (await stage.rebuild("n1")).problem == ""
+        await asyncio.sleep(15)
+        assert not any(agent.jobs[JOB].ctx.frozen for agent in stage.agents.values())
+        launch = await launch.again()
+        assert await launch.restore() == 2
+        await asyncio.sleep(5)  # what the rebuild brought back is retired again
+        await launch.saved(3)
+
+    play(story)
+
+
 def test_a_rank_of_a_ledger_that_is_gone_is_stale():
     """Seed 14000863. Those who were asked for a rebuild knew an older generation, so that its
     number was one that a launch had, and its ranks went on in the new ledger, without a roster."""

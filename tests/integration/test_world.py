@@ -32,6 +32,7 @@ FOUND = {
     12000007: "a reader's record was back after a rollback, and kept its step for ever",
     12000038: "the checker counted damage of an open attempt that nobody can know of",
     12000223: "a launch right after a wipe was told nothing, before those with bytes were back",
+    13346259: "no rebuild was done where the agent that was asked was not the frozen one",
     14000113: "a join was back after a rollback, and the job could never be cleaned",
     14000426: "the checker missed copies of what only the object store had",
     14000835: "a sweep that was not answered was not done again",
