@@ -24,11 +24,11 @@ from msgspec import structs
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.context import RETRY_S, JobContext
+from p2pckpt.agent.context import RETRY_S, UNSURE_S, JobContext
 from p2pckpt.agent.deciding import groups_of
 from p2pckpt.agent.holdings import copy_name
 from p2pckpt.agent.polling import poll
-from p2pckpt.errors import CheckpointError, FormatError, LedgerForgot
+from p2pckpt.errors import AmbiguousAnswer, CheckpointError, FormatError, LedgerForgot
 from p2pckpt.jobstate import entry_of
 from p2pckpt.ports import Listing, Put, Txn, absent, unchanged, value_is
 from p2pckpt.wire import pack, unpack
@@ -178,7 +178,7 @@ async def _write(ctx: JobContext, plan: Rebuild, listing: Listing, new_id: str) 
             Put(keys.floor, f"{plan.generation:010d}.{0:010d}".encode()),
         ),
     )
-    if await home.doors.ledger.transact(first) is None:
+    if not await _begun(ctx, first, new_id):
         raise CheckpointError(f"job {ctx.job}: its ledger changed during the rebuild; run it again")
     fence = (value_is(keys.ledger_id, new_id.encode()),)
     kept = {put.key for put in first.puts}
@@ -191,6 +191,22 @@ async def _write(ctx: JobContext, plan: Rebuild, listing: Listing, new_id: str) 
         if await home.doors.ledger.transact(Txn(fence, tuple(put_all))) is None:
             raise CheckpointError(f"job {ctx.job}: another rebuild took over; look at `status`")
     ctx.note("rebuilt", generation=plan.generation, commits=len(plan.copies))
+
+
+async def _begun(ctx: JobContext, first: Txn, new_id: str) -> bool:
+    """Put the first records, for certain within UNSURE_S: a rebuild that gives up, and whose first
+    transaction comes late, leaves a ledger that seems whole. Raises AmbiguousAnswer after that."""
+    ledger, deadline = ctx.home.doors.ledger, ctx.home.now() + UNSURE_S
+    while True:
+        try:
+            if await ledger.transact(first) is not None:
+                return True
+            entry = await ledger.get(ctx.keys.ledger_id)
+            return entry is not None and entry.value.decode() == new_id  # an earlier try came late
+        except AmbiguousAnswer:
+            if ctx.home.now() > deadline:
+                raise
+            await asyncio.sleep(RETRY_S)
 
 
 def _records(ctx: JobContext, copies: Sequence[r.CommitCopy]) -> list[list[Put]]:
