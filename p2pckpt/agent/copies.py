@@ -28,7 +28,13 @@ from p2pckpt.agent.context import RETRY_S, UNSURE_S, JobContext
 from p2pckpt.agent.deciding import groups_of
 from p2pckpt.agent.holdings import copy_name
 from p2pckpt.agent.polling import poll
-from p2pckpt.errors import AmbiguousAnswer, CheckpointError, FormatError, LedgerForgot
+from p2pckpt.errors import (
+    AmbiguousAnswer,
+    CheckpointError,
+    FormatError,
+    LedgerForgot,
+    LedgerUnavailable,
+)
 from p2pckpt.jobstate import entry_of
 from p2pckpt.ports import Listing, Put, Txn, absent, unchanged, value_is
 from p2pckpt.wire import pack, unpack
@@ -179,7 +185,8 @@ async def _write(ctx: JobContext, plan: Rebuild, listing: Listing, new_id: str) 
         ),
     )
     if not await _begun(ctx, first, new_id):
-        raise CheckpointError(f"job {ctx.job}: its ledger changed during the rebuild; run it again")
+        why = "its ledger changed during the rebuild, or did not take it"
+        raise CheckpointError(f"job {ctx.job}: {why}; run it again")
     fence = (value_is(keys.ledger_id, new_id.encode()),)
     kept = {put.key for put in first.puts}
     stale = [
@@ -194,19 +201,28 @@ async def _write(ctx: JobContext, plan: Rebuild, listing: Listing, new_id: str) 
 
 
 async def _begun(ctx: JobContext, first: Txn, new_id: str) -> bool:
-    """Put the first records, for certain within UNSURE_S: a rebuild that gives up, and whose first
-    transaction comes late, leaves a ledger that seems whole. Raises AmbiguousAnswer after that."""
-    ledger, deadline = ctx.home.doors.ledger, ctx.home.now() + UNSURE_S
+    """Put the first records; when there is no answer, wait until they came or cannot come any more.
+
+    A rebuild that gives up, and whose first transaction comes late, would leave a ledger that seems
+    whole. Raises AmbiguousAnswer if the ledger cannot be read after that time, LedgerUnavailable.
+    """
+    ledger = ctx.home.doors.ledger
+    try:
+        return await ledger.transact(first) is not None
+    except AmbiguousAnswer as e:
+        unanswered, sure_at = e, ctx.home.now() + UNSURE_S
     while True:
+        late = ctx.home.now() > sure_at
         try:
-            if await ledger.transact(first) is not None:
-                return True
             entry = await ledger.get(ctx.keys.ledger_id)
-            return entry is not None and entry.value.decode() == new_id  # an earlier try came late
-        except AmbiguousAnswer:
-            if ctx.home.now() > deadline:
-                raise
-            await asyncio.sleep(RETRY_S)
+            if entry is not None and entry.value.decode() == new_id:
+                return True
+            if late:
+                return False
+        except LedgerUnavailable:
+            if late:
+                raise unanswered from None
+        await asyncio.sleep(RETRY_S)
 
 
 def _records(ctx: JobContext, copies: Sequence[r.CommitCopy]) -> list[list[Put]]:
