@@ -177,7 +177,11 @@ class Asking:
         if isinstance(commit, str):
             return w.RefusedReply(reason=commit)
         visit.readers[commit.attempt] = ctx
-        await hold(ctx, commit.attempt, f".{who.pid}")
+        try:
+            await hold(ctx, commit.attempt, f".{who.pid}")
+        finally:
+            if self.visits.get(who) is not visit:  # it died meanwhile, before there was a record
+                self.home.spawn(f"reader {who.pid}", let_go(ctx, commit.attempt, f".{who.pid}"))
         held, silent = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
         groups = await groups_of(ctx, commit.attempt) or await offloaded_groups(ctx, commit.attempt)
         losses = json.dumps(await _losses(ctx, commit))

@@ -257,3 +257,23 @@ def test_a_cleaned_job_holds_up_no_death_of_another():
         await other.saved(8)
 
     play(story)
+
+
+def test_who_dies_while_it_asks_for_a_step_leaves_no_reader():
+    """A command is killed between its question and the answer: at whatever moment that is, its
+    reader's record goes, and the job can be cleaned."""
+
+    async def story(stage):
+        other = await ended(stage, 3)
+        for wait_s in (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006):
+            trainer = stage.nodes["n4"].trainer()
+            asking = asyncio.ensure_future(trainer.call(w.StepQuery(JOB)))
+            await asyncio.sleep(wait_s)
+            trainer.kill()
+            await asyncio.gather(asking, return_exceptions=True)
+        await asyncio.sleep(30)
+        assert not stage.etcd.list(f"{KEYS.root}readers/").entries
+        await cleaned(stage, "n1")
+        await begins_anew(stage, other)
+
+    play(story)
