@@ -34,6 +34,7 @@ from simulations.world.contents import (
     find,
     gains,
     in_store,
+    unknown_losses,
     whole_files,
 )
 from simulations.world.lives import Life, Lives
@@ -73,7 +74,7 @@ class Checkers:
         self.told = Told(self.saved, self.object)
         self.promises = Promises(cluster, self.keys, self.object)
         self._shelf = Shelf()
-        self._damaged: dict[tuple[str, str], r.Attempt | None] = {}  # files, and whose they were
+        self._damaged: dict[tuple[str, str], r.FileRecord | None] = {}  # files, and what they were
         self._hits: list[tuple[float, str]] = []
         self._shares: dict[r.Attempt, dict[int, tuple[r.SealedShare, ...]]] = {}
         self._steps: dict[str, int] = {}
@@ -159,8 +160,7 @@ class Checkers:
             self.object(f"{node}: {file} of open or committed {attempt.key} was {how}")
 
     def _on_damage(self, node: str, file: str, what: str) -> None:
-        record = self._shelf.record(node, file)
-        self._damaged[node, file] = record.attempt if record is not None else None
+        record = self._damaged[node, file] = self._shelf.record(node, file)
         if what == "fault.ram.flip_record":
             self._shelf.take(node, file)
         self._on_hit(node, record.attempt if record is not None else None)
@@ -253,20 +253,20 @@ class Checkers:
             self._check_bytes(other)
 
     def _check_commit(self, kept: Kept) -> None:
-        commit, found = kept.commit, self.find(kept)
-        step, world = commit.attempt.step, range(commit.world_size)
+        commit, found, attempt = kept.commit, self.find(kept), kept.commit.attempt
+        step, world = attempt.step, range(commit.world_size)
         known = {rank for f in found for rank in f.share.ranks}
         lost = sorted({rank for f in found for rank in f.lost_ranks} | (set(world) - known))
         if lost:
             self.object(f"step {step} committed without the bytes of ranks {lost}")
         kept.survives, kept.gone = min((f.survives for f in found), default=-1), bool(lost)
         recent = {node for at_s, node in self._hits if at_s > true_time() - LEASE_S}
-        silent = {node for (node, _), of in self._damaged.items() if of == commit.attempt}
-        spare = max(1, commit.layout.m) - len(silent)  # what rotted since nobody can know of
-        if not recent and not lost and kept.survives < spare:
+        unknown, spare = unknown_losses(self._damaged, attempt), max(1, commit.layout.m)
+        short = [f for f in found if f.survives + unknown[f.share.node] < spare]
+        if short and not recent and not lost:
             self.object(f"step {step} committed; it survives {kept.survives} losses, not {spare}")
-        if not recent and not silent and not commit.degraded and not all(f.full for f in found):
-            lacking = {f.share.node: f.missing for f in found if not f.full}
+        lacking = {f.share.node: f.missing for f in found if not (f.full or unknown[f.share.node])}
+        if lacking and not recent and not commit.degraded:
             self.object(f"step {step} committed as full, and lacks {lacking}")
         for f in found if not commit.degraded else ():
             self._check_place(step, f)
@@ -286,7 +286,7 @@ class Checkers:
                 if not kept.snapshots.is_right(record, image):
                     step = kept.commit.attempt.step
                     self.object(f"{node}: {record.kind} {record.part} of step {step} has changed")
-                    self._damaged[node, name] = record.attempt
+                    self._damaged[node, name] = record
 
     def _on_decision(self, decision: r.Decision) -> None:
         """Rule 2: the newest step of the present lineage, unless it cannot be had."""

@@ -11,6 +11,7 @@ bytes that were compared, whatever any record says of them.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -42,6 +43,15 @@ def shards(rank: int, step: int, layout: r.Layout, writer: str = "") -> tuple[by
     padded = np.frombuffer(image.ljust(k * size, b"\0"), np.uint8).reshape(k, size)
     data = [image[i * size : (i + 1) * size] for i in range(k)]
     return (*data, *(_parity(row, padded) for row in range(k, layout.shards)))
+
+
+def unknown_losses(
+    damaged: Mapping[tuple[str, str], r.FileRecord | None], attempt: r.Attempt
+) -> Counter[str]:
+    """By share: nodes with a file of it that was damaged in silence, which nobody can know of.
+    ``damaged``: by node and name, what the file was."""
+    hurt = ((node, of) for (node, _), of in damaged.items() if of and of.attempt == attempt)
+    return Counter(owner for _, owner in {(node, of.owner) for node, of in hurt})
 
 
 def _parity(row: int, data: NDArray[np.uint8]) -> bytes:
