@@ -278,9 +278,13 @@ class _Judged:
     _found: list[Retirement] = field(default_factory=list)
 
     def perhaps(self) -> bool:
-        """Is there more than is kept? Cheap, for those who leave it to rank 0's agent anyway."""
-        generation = self.ctx.state.generation
-        return generation is not None and len(self.ctx.state.commits) > generation.keep_last
+        """Is there more than is kept? Cheap, for those who leave it to rank 0's agent anyway; so
+        not before it is known here who that is."""
+        generation, roster = self.ctx.state.generation, self.ctx.roster
+        if generation is None or roster is None or roster.generation != generation:
+            return False
+        ours = roster.find(self.ctx.home.node) is not None
+        return ours and len(self.ctx.state.commits) > generation.keep_last
 
     def due(self) -> list[Retirement]:
         """Nothing on a node that is not of the generation."""
