@@ -280,6 +280,11 @@ class JobState:
         """The job's records are still the ones that this state was read from."""
         return value_is(self.keys.ledger_id, self.ledger_id.encode())
 
+    @property
+    def being_rebuilt(self) -> str:
+        """The node whose agent writes these records anew, or broke off; "" if they are whole."""
+        return self.rebuilt.by if self.rebuilt is not None and self.rebuilt.unfinished else ""
+
     def not_cleaned(self) -> Compare:
         """The job of these records is not being cleaned."""
         return absent(self.keys.cleaned(self.ledger_id))
@@ -312,8 +317,11 @@ class JobState:
 def forgot(seen: r.LedgerSeen | None, truth: JobState) -> str:
     """Why a ledger that was read is not the one that this node has seen; "" if it is.
 
-    A ledger rebuilt from agents' copies is accepted: its record names the one it replaces.
+    A ledger rebuilt from agents' copies is accepted when it is whole: its record names the one it
+    replaces.
     """
+    if truth.being_rebuilt:
+        return f"its ledger is being rebuilt by {truth.being_rebuilt}, or that broke off"
     if seen is None or seen.ledger_id in truth.cleaned:
         return ""
     if truth.ledger_id != seen.ledger_id:

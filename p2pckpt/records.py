@@ -532,11 +532,15 @@ class CommitCopy(Record, frozen=True):
 
 
 class Rebuilt(Record, frozen=True):
-    """The records of a job were rebuilt from agents' copies: the ledger ids that this replaces."""
+    """The records of a job were rebuilt from agents' copies: the ledger ids that this replaces.
+
+    ``unfinished``: not all of them are written yet, so nobody goes on by them.
+    """
 
     replaces: tuple[str, ...]
     by: str
     commits: int
+    unfinished: bool = False
 
 
 class Cleaned(Record, frozen=True):

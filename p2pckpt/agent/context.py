@@ -13,7 +13,7 @@ in `Config`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,8 +54,7 @@ UNSURE_S = 15.0
 
 @dataclass
 class Reading:
-    """A reader's record of this node that stands, or is put now, under ``session``; None: it was
-    let go. An answer that did not come may come true until `unsure_until`."""
+    """A reader's record of this node; ``session`` None: let go. Certain after `unsure_until`."""
 
     attempt: r.Attempt
     session: Session | None = None
@@ -124,8 +123,7 @@ class JobContext:
                 await asyncio.sleep(RETRY_S)
 
     async def _watch(self) -> None:
-        """Apply changes until the watch fails, the ledger is found to have forgotten, or the job
-        has another one (a rebuild), whose revisions say nothing to a watch of the old one."""
+        """Apply changes until the watch fails, or the ledger is another one, or an older state."""
         self._moved.clear()
         following = asyncio.ensure_future(self._apply_changes())
         moved = asyncio.ensure_future(self._moved.wait())
@@ -143,17 +141,21 @@ class JobContext:
         async for changes in watch:
             if changes:
                 self.state.apply_all(changes)
+                if self.state.being_rebuilt:
+                    await self.refresh()  # freezes until it is whole
                 self.waiting.look()
             else:  # a new connection, perhaps to a ledger that was set back and rebuilt meanwhile
                 await self.refresh()
 
     async def refresh(self) -> JobState:
         """Re-list now; the mirror is then at least as new as this call."""
+        known = self.state.revision
         truth = await self.truth()
         another = truth.ledger_id != self.state.ledger_id
-        if another and self.state.ledger_id:
+        back = truth.revision < known  # and the job has nothing to lose by it: it is not frozen
+        if back or (another and self.state.ledger_id):
             self._moved.set()
-        if another or truth.revision >= self.state.revision:
+        if back or another or truth.revision >= self.state.revision:
             self.state = truth
             self.following = True
             self.wake()
@@ -168,6 +170,7 @@ class JobContext:
         same = seen is not None and seen.ledger_id == truth.ledger_id
         if same and seen is not None and (why := truth.went_back(seen, known)):
             self.freeze(why)
+        if self.seen is not None and self.seen.back:  # by this, or by what was read meanwhile
             seen = self.seen
         was, self.frozen = self.frozen, forgot(seen, truth)
         if self.frozen:
@@ -210,15 +213,12 @@ class JobContext:
         """Beside the bytes, for the next agent of this store."""
         self.seen = seen
         self.home.doors.arena.put_document(seen_name(self.job), pack(seen))
-        self.seen = seen
 
     def wake(self) -> None:
         """Let everybody who waits look again: soon, and once for all that happens until then."""
         self.waiting.wake()
 
-    def until(
-        self, ready: Callable[[], bool], timeout_s: float | None
-    ) -> Coroutine[Any, Any, bool]:
+    def until(self, ready: Callable[[], bool], timeout_s: float | None) -> Awaitable[bool]:
         """Wait until `ready()`, looking after every change; False after `timeout_s`."""
         return self.waiting.until(ready, timeout_s)
 

@@ -161,7 +161,8 @@ def _needless(ctx: JobContext, listing: Listing, replies: Iterable[w.CopiesReply
 
 
 async def _write(ctx: JobContext, plan: Rebuild, listing: Listing, new_id: str) -> None:
-    """The new id and generation first, then the old keys away, then the commits."""
+    """The new id and generation first, then the old keys away, then the commits; until then nobody
+    goes on (`Rebuilt.unfinished`), and a rebuild that breaks off is done again from the start."""
     keys, home = ctx.keys, ctx.home
     entry = entry_of(listing, keys.ledger_id)
     last = plan.copies[-1].commit
@@ -175,11 +176,13 @@ async def _write(ctx: JobContext, plan: Rebuild, listing: Listing, new_id: str) 
         layout=last.layout,
         keep_last=min(len(plan.copies), r.MAX_KEEP_LAST),  # what goes, the job decides
     )
+    whole = r.Rebuilt(plan.replaces, home.node, len(plan.copies))
+    unfinished = structs.replace(whole, unfinished=True)
     first = Txn(
         (absent(keys.ledger_id) if entry is None else unchanged(entry),),
         (
             Put(keys.ledger_id, new_id.encode()),
-            Put(keys.rebuilt, pack(r.Rebuilt(plan.replaces, home.node, len(plan.copies)))),
+            Put(keys.rebuilt, pack(unfinished)),
             Put(keys.generation, pack(generation)),
             Put(keys.floor, f"{plan.generation:010d}.{0:010d}".encode()),
         ),
@@ -194,7 +197,7 @@ async def _write(ctx: JobContext, plan: Rebuild, listing: Listing, new_id: str) 
     ]
     for at in range(0, len(stale), OPERATIONS):
         await home.doors.ledger.transact(Txn(fence, (), tuple(stale[at : at + OPERATIONS])))
-    for put_all in _records(ctx, plan.copies):
+    for put_all in (*_records(ctx, plan.copies), [Put(keys.rebuilt, pack(whole))]):
         if await home.doors.ledger.transact(Txn(fence, tuple(put_all))) is None:
             raise CheckpointError(f"job {ctx.job}: another rebuild took over; look at `status`")
     ctx.note("rebuilt", generation=plan.generation, commits=len(plan.copies))

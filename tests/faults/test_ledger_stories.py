@@ -238,13 +238,49 @@ def test_a_rebuild_that_one_frozen_agent_needs_is_done_from_any():
         assert "nothing to rebuild" in (await stage.rebuild("n1")).problem
         stage.agents["n0"].jobs[JOB].ctx.freeze("revision 5, seen 9")
         launch.kill()
+        await asyncio.sleep(5)  # it has a new session, so it is asked
         assert (await stage.rebuild("n1")).problem == ""
         await asyncio.sleep(15)
         assert not any(agent.jobs[JOB].ctx.frozen for agent in stage.agents.values())
         launch = await launch.again()
         assert await launch.restore() == 2
-        await asyncio.sleep(5)  # what the rebuild brought back is retired again
+        await asyncio.sleep(0.5)  # rank 0's agent retires again what the rebuild brought back
         await launch.saved(3)
+
+    play(story)
+
+
+def test_a_rebuild_that_breaks_off_in_the_middle_is_done_again():
+    """Seed 15000278. The agent that rebuilds dies when the new id is written and the commits are
+    not: nobody goes on by that ledger, or is told nothing or something old, until the next one."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1, 2)
+        await asyncio.sleep(5)
+        launch.kill()
+        await wiped(stage)
+        await asyncio.sleep(20)
+        stage.before_commit("n1", lambda: gate)
+        gate = asyncio.Event()
+        rebuilding = asyncio.ensure_future(stage.rebuild("n1"))
+        await asyncio.sleep(5)
+        stage.crash("n1", keep_memory=True)
+        await asyncio.sleep(20)
+        await asyncio.gather(rebuilding, return_exceptions=True)
+        assert stage.state().rebuilt.unfinished
+        assert not stage.state().commits
+        others = [agent for name, agent in stage.agents.items() if name != "n1"]
+        assert all("being rebuilt" in agent.jobs[JOB].ctx.frozen for agent in others)
+        with pytest.raises(CheckpointError, match="being rebuilt by n1"):
+            await stage.launch("n3", "n4")
+        stage.start("n1")
+        await asyncio.sleep(5)
+        assert (await stage.rebuild("n2")).problem == ""
+        await asyncio.sleep(5)
+        assert not stage.state().rebuilt.unfinished
+        assert not any(agent.jobs[JOB].ctx.frozen for agent in stage.agents.values())
+        assert await (await launch.again()).restore() == 2
 
     play(story)
 

@@ -7,7 +7,7 @@ what it draws may change, the story does not.
 import asyncio
 
 import pytest
-from stage import JOB, play, until
+from stage import JOB, now, play, until
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
@@ -374,9 +374,10 @@ def test_who_cleaned_a_job_begins_anew_though_the_ledger_forgot_the_clean():
         assert stage.held() == []
         stage.etcd.rollback(began)
         await asyncio.sleep(20.0)
-        launch = await launch.again()
+        launch, begun = await launch.again(), now()
         assert await launch.restore() is None
         await launch.saved(*range(1, 6))
+        assert now() - begun < 5.0, "mirrors wait for revisions that the ledger had before"
         await until(lambda: {h.attempt.step for _, h in stage.held()} == {5})
 
     play(story)
