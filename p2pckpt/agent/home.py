@@ -92,9 +92,9 @@ class Home:
     def steady(self) -> bool:
         """The ledger was reached for two `keepalive_s` without a gap as long: were it wiped or away
         before, every agent that can reach it has a session again."""
-        now, kept = self.now(), self.session is not None
-        gap_s = self._gap_s
-        return kept and now - self.kept_at <= gap_s <= now - self._steady_since
+        if self.session is None:
+            return False
+        return self.now() - self.kept_at <= self._gap_s <= self.now() - self._steady_since
 
     @property
     def _gap_s(self) -> float:
