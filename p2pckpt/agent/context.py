@@ -152,7 +152,10 @@ class JobContext:
         known = self.state.revision
         truth = await self.truth()
         another = truth.ledger_id != self.state.ledger_id
-        back = truth.revision < known  # and the job has nothing to lose by it: it is not frozen
+        back = truth.revision < known
+        if back and truth.ledger_id and not another:
+            self.ledger_is_at(truth.revision, known)  # freezes
+            return await self.truth()
         if back or (another and self.state.ledger_id):
             self._moved.set()
         if back or another or truth.revision >= self.state.revision:
@@ -390,11 +393,3 @@ class JobContext:
                 nodes = tuple(n for piece in pieces for n in piece.nodes)
                 self.roster = Roster(generation, nodes)
         return self.roster
-
-
-async def prepare_files(ctx: JobContext, kind: r.FileKind, size: int, count: int) -> None:
-    """Free files of the job, so that there are `count` of a kind and size; fewer without room."""
-    try:
-        await ctx.home.holdings.prepare(ctx.job, kind, size, count)
-    except NoRoom as e:
-        ctx.note("prepare_no_room", why=str(e))

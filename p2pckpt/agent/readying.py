@@ -17,8 +17,9 @@ import asyncio
 
 from p2pckpt import records as r
 from p2pckpt.agent.closing import restore_first
-from p2pckpt.agent.context import JobContext, prepare_files
+from p2pckpt.agent.context import JobContext
 from p2pckpt.agent.deciding import groups_of
+from p2pckpt.errors import NoRoom
 
 
 def slot_bytes(share: r.SealedShare, unit: int) -> int:
@@ -30,6 +31,14 @@ def slot_bytes(share: r.SealedShare, unit: int) -> int:
 def shard_bytes(share: r.SealedShare, k: int, chunk_bytes: int) -> int:
     """At least a shard of a share: of every rank a k-th, in whole chunks."""
     return -(-share.snapshot_bytes // k) + len(share.ranks) * chunk_bytes
+
+
+async def prepare_files(ctx: JobContext, kind: r.FileKind, size: int, count: int) -> None:
+    """Free files of the job, so that there are `count` of a kind and size; fewer without room."""
+    try:
+        await ctx.home.holdings.prepare(ctx.job, kind, size, count)
+    except NoRoom as e:
+        ctx.note("prepare_no_room", why=str(e))
 
 
 async def make_ready(ctx: JobContext, ranks: int) -> None:

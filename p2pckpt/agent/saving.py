@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.context import JobContext, Roster, prepare_files
+from p2pckpt.agent.context import JobContext, Roster
 from p2pckpt.agent.gather import Gathering
 from p2pckpt.agent.holdings import Held, Want, document_name
+from p2pckpt.agent.readying import prepare_files
 from p2pckpt.agent.settling import hand_in_share, settle
 from p2pckpt.errors import (
     CheckpointError,

@@ -23,8 +23,9 @@ import numpy as np
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.closing import restore_first
-from p2pckpt.agent.context import Home, JobContext, prepare_files
+from p2pckpt.agent.context import Home, JobContext
 from p2pckpt.agent.holdings import Held, Want, document_name
+from p2pckpt.agent.readying import prepare_files
 from p2pckpt.coding.checksum import verify_chunks
 from p2pckpt.errors import CheckpointError, FormatError, IntegrityError, NoRoom, Refused
 from p2pckpt.jobstate import JobState

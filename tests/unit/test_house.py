@@ -93,6 +93,7 @@ AGENT_ORDER = [
     {"gather", "bucket", "installing", "living", "polling", "retire"},
     {"deciding", "reading", "tuning"},
     {"closing", "bringing", "settling", "rereading"},
+    {"readying"},
     {
         "rebuilding",
         "saving",
@@ -105,7 +106,6 @@ AGENT_ORDER = [
         "copies",
         "offloading",
         "cleaning",
-        "readying",
         "scheduling",
     },
     {"mending", "owning"},
