@@ -7,7 +7,7 @@ placement rules allow, by the same offer and receipt as a save. With too few hos
 they allow, and tries again when the membership changes.
 
 A node looks at the shares of which it holds bytes itself, as only such a node ever mends a share;
-it asks those whom the record names and, if it must, everybody.
+it asks those whom the record names, and everybody before it mends one or if it must.
 
 Contract: `decide_repair` is pure. Only a committed step is repaired, against its recorded manifest:
 what is put has the digest that the group record names, so two repairers at once waste work and
@@ -145,6 +145,11 @@ class Repairing:
         lacking = concerned if losses != self.losses else lacking
         answers, silent = await self._ask(commit, lacking, members)
         repairs = self._repairs(commit, lacking, answers, members)
+        mine = any(found.by == ctx.home.node for found in repairs)
+        if mine and len(answers) + len(silent) < len(members) and self._due(repairs):
+            # An earlier repair, of a node that is gone, may have put shards where no record says.
+            answers, silent = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
+            repairs = self._repairs(commit, lacking, answers, members)
         if not repairs:
             self.looked, self.again_at, self.noticed_at = picture, math.inf, None
             self.losses = losses
@@ -186,8 +191,7 @@ class Repairing:
         members: Mapping[str, r.Member],
     ) -> tuple[dict[str, w.HeldReply], list[str]]:
         """Who holds what of some shares: by those whom the records name, those on whose nodes the
-        ranks are now, and this node; by everybody, if these have not enough, or this node would
-        have to bring own copies that may be elsewhere."""
+        ranks are now, and this node; by everybody, if these have not enough."""
         ctx, here = self.ctx, self.ctx.home.node
         if not shares:
             return {}, []
@@ -203,10 +207,7 @@ class Repairing:
             has_enough(share, sources_of(share, commit.attempt, facts), members, commit.layout.k)
             for share in shares
         )
-        mine = (x for x in self._repairs(commit, shares, answers, members) if x.by == here)
-        if clear and not any(repair.bring for repair in mine):
-            return answers, silent
-        return await ask_all(ctx, query)
+        return (answers, silent) if clear else await ask_all(ctx, query)
 
     def _repairs(
         self,

@@ -40,6 +40,7 @@ FOUND = {
     14001849: "a rank that came late to a ballot put its reader's record after its end",
     14002446: "after an outage of the ledger, too, those with bytes are back a little later",
     15000278: "a rebuild gave up, and its first transaction came late: a ledger that seemed whole",
+    16000056: "a repair did not ask a host that a repair before it had put a shard on",
     16000141: "a listing that was older than the mirror did not freeze the agent",
 }
 """Seeds that found a fault: what they draw may change, then they are just seeds."""
