@@ -122,6 +122,33 @@ def test_two_repairers_at_once_waste_work_and_break_nothing():
     play(story, nodes=6)
 
 
+@pytest.mark.parametrize(("first", "second", "place"), [(1, 0, 1), (0, 1, 2), (2, 0, 0)])
+def test_no_host_gets_two_shards_because_no_record_names_it(first, second, place):
+    """n0 lost a shard and put it anew on X, which no record says. Then n0 and the holder of another
+    shard are gone: who has rank 0 now mends the share, and X gets none of it."""
+
+    async def story(stage):
+        launch = await step_one(stage)
+        holders = stage.holders("n0", 1)
+        stage.crash(holders[first])
+        await until(lambda: not lacking(stage, 1), LATE_S)
+        (x,) = {
+            n for n, h in stage.held(r.FileKind.SHARD, 1) if (h.owner, h.part) == ("n0", first)
+        }
+        others = sorted({f"n{i}" for i in range(8)} - {"n0", x, *holders.values()})
+        launch = await launch.again(*others[place:], *others[:place])
+        assert await launch.restore() == 1
+        launch.kill()
+        for gone in {"n0", holders[second]} & stage.agents.keys():
+            stage.crash(gone)
+        await until(lambda: "n0" not in lacking(stage, 1), LATE_S)
+        await asyncio.sleep(LATE_S)
+        parts = [n for n, h in stage.held(r.FileKind.SHARD, 1) if h.owner == "n0"]
+        assert len(set(parts)) == len(parts)
+
+    play(story, nodes=8)
+
+
 def test_an_own_copy_that_is_lost_is_brought_back_and_the_shard_beside_it_moves():
     """n0 is lost; a holder of its shards brings the copy back, so that its shard there is no more
     than the copy is, and goes to another node."""
