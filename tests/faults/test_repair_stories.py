@@ -132,9 +132,7 @@ def test_no_host_gets_two_shards_because_no_record_names_it(first, second, place
         holders = stage.holders("n0", 1)
         stage.crash(holders[first])
         await until(lambda: not lacking(stage, 1), LATE_S)
-        (x,) = {
-            n for n, h in stage.held(r.FileKind.SHARD, 1) if (h.owner, h.part) == ("n0", first)
-        }
+        (x,) = {n for n, h in stage.held(r.FileKind.SHARD, 1) if (h.owner, h.part) == ("n0", first)}
         others = sorted({f"n{i}" for i in range(8)} - {"n0", x, *holders.values()})
         launch = await launch.again(*others[place:], *others[:place])
         assert await launch.restore() == 1
