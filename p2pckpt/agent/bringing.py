@@ -16,9 +16,9 @@ from functools import partial
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.bucket import offloaded_share
+from p2pckpt.agent.bucket import may_be_stored, offloaded_share, recall
 from p2pckpt.agent.context import Home, JobContext
-from p2pckpt.agent.deciding import ask, ask_all, recorded
+from p2pckpt.agent.deciding import ask, ask_all, groups_of, recorded
 from p2pckpt.agent.holdings import Held, Want, document_name
 from p2pckpt.ports import Region
 from p2pckpt.restore.fetch import Fetching
@@ -55,8 +55,17 @@ async def fetching(
         job.widen = widen
     else:
         job.sources = await widen()
-    job.stored = partial(offloaded_share, ctx, attempt, share.node)
+    job.stored = partial(_stored, ctx, attempt, share.node)
     return job
+
+
+async def _stored(ctx: JobContext, attempt: r.Attempt, owner: str) -> r.ShareObjects | None:
+    """Where a share lies in the object store, also if a rebuilt ledger does not know that it does:
+    RAM seemed to have it, so nobody asked the store when this step was chosen."""
+    commit = ctx.state.committed(attempt)
+    if commit is not None and may_be_stored(ctx.state, attempt):
+        await recall(ctx, commit, await groups_of(ctx, attempt))
+    return await offloaded_share(ctx, attempt, owner)
 
 
 async def bring(home: Home, job: Fetching, kind: r.FileKind) -> tuple[Held, Fetched]:

@@ -1,12 +1,12 @@
 """The object store as a source for a restore: what it says, asked only when RAM does not suffice.
 
-A step whose Offloaded record stands is provable from the store if its `checkpoint.json` has the
-recorded digest and every object that it names is listed with its length. A cut-off object is so
-found before anything is decided; flipped bits are found by the reader's chunk CRCs.
+Ranks of a step whose Offloaded record stands are provable from the store if its `checkpoint.json`
+has the recorded digest, and their objects are listed with the lengths that it names. A cut-off
+object is so found before anything is decided; flipped bits are found by the reader's chunk CRCs.
 
 Contract: an outage makes facts say "away", never "not there". Manifests are cached by digest: they
 cannot change. One thing is written here: a rebuilt ledger does not know which of the commits that
-it was given are in the store, so an offload is recorded again (`_recall`) if the store's manifest
+it was given are in the store, so an offload is recorded again (`recall`) if the store's manifest
 says just this commit and these groups, and all objects that it names are there.
 """
 
@@ -28,6 +28,7 @@ from p2pckpt.save.offload import (
     directory,
     incomplete,
     job_directory,
+    lacking,
     offloaded_txn,
     read_checkpoint,
 )
@@ -78,41 +79,39 @@ async def ask_bucket(ctx: JobContext, facts: Facts, tries: Sequence[r.Commit]) -
     objects = ctx.home.doors.objects
     if objects is None:
         return facts
-    groups, steps = dict(facts.groups), dict[str, str]()
+    groups, steps, cut = dict(facts.groups), dict[str, str](), dict[str, dict[int, str]]()
     manifests: tuple[str, ...] = ()
     try:
         for commit in tries:
             attempt, key = commit.attempt, commit.attempt.key
             if not unprovable(commit, facts):
                 break
-            if key not in facts.state.offloaded and attempt.ledger_id != facts.state.ledger_id:
-                facts = replace(facts, state=await _recall(ctx, commit, groups.get(key, ())))
+            if may_be_stored(facts.state, attempt):
+                facts = replace(facts, state=await recall(ctx, commit, groups.get(key, ())))
             if (kept := facts.state.offloaded.get(key)) is not None:
-                steps[key], found = await _provable(ctx, kept)
-                groups[key] = groups.get(key) or found
+                try:
+                    found = await checkpoint(ctx, kept)
+                except WRONG as e:
+                    steps[key] = f"{type(e).__name__}: {e}"
+                else:
+                    groups[key] = groups.get(key) or found.groups
+                    cut[key] = lacking(found, await objects.list(directory(attempt)))
+                    steps[key] = ""
         if not tries and not facts.state.known_commits():
             listing = await objects.list(job_directory(ctx.job))
             names = (s.name for s in listing if s.name.endswith("/" + CHECKPOINT))
             manifests = tuple(names)
     except ObjectStoreUnavailable as e:
-        return replace(facts, groups=groups, bucket=Bucket(steps, away=str(e)))
-    return replace(facts, groups=groups, bucket=Bucket(steps, manifests=manifests))
+        return replace(facts, groups=groups, bucket=Bucket(steps, cut, away=str(e)))
+    return replace(facts, groups=groups, bucket=Bucket(steps, cut, manifests=manifests))
 
 
-async def _provable(ctx: JobContext, kept: r.Offloaded) -> tuple[str, tuple[r.GroupRecord, ...]]:
-    """("" or what is wrong, group records) of an offloaded step."""
-    objects = ctx.home.doors.objects
-    assert objects is not None
-    try:
-        found = await checkpoint(ctx, kept)
-    except WRONG as e:
-        return f"{type(e).__name__}: {e}", ()
-    listing = await objects.list(directory(kept.commit.attempt))
-    wrong = list(incomplete(found, listing).values())
-    return "; ".join(wrong[:3]), found.groups
+def may_be_stored(state: JobState, attempt: r.Attempt) -> bool:
+    """Is the attempt of a ledger that is gone, and may so have been offloaded without a record?"""
+    return attempt.key not in state.offloaded and attempt.ledger_id != state.ledger_id
 
 
-async def _recall(ctx: JobContext, commit: r.Commit, groups: Sequence[r.GroupRecord]) -> JobState:
+async def recall(ctx: JobContext, commit: r.Commit, groups: Sequence[r.GroupRecord]) -> JobState:
     """Record an offload again that the ledger forgot, if there is one; what stands now. Raises
     ObjectStoreUnavailable, LedgerUnavailable."""
     objects = ctx.home.doors.objects

@@ -26,6 +26,8 @@ from p2pckpt.errors import (
     CheckpointError,
     FormatError,
     IntegrityError,
+    LedgerForgot,
+    LedgerUnavailable,
     ObjectStoreUnavailable,
     Refused,
 )
@@ -79,7 +81,8 @@ class Fetching:
     in_place: bool = False
     """The rank's file has the bytes already, and some are bad: only those are fetched."""
     away: bool = False
-    """The object store did not answer, so nothing that failed here is final."""
+    """The object store, or the ledger that says what is there, did not answer: nothing that failed
+    here is final."""
 
     def now(self) -> float:
         """The loop's clock."""
@@ -97,7 +100,7 @@ class Fetching:
     def failed(self, node: str, error: Exception) -> None:
         """A source did not give what it should; wrong bytes are told from absent ones."""
         self.wrong |= isinstance(error, IntegrityError | FormatError)
-        self.away |= isinstance(error, ObjectStoreUnavailable)
+        self.away |= isinstance(error, ObjectStoreUnavailable | LedgerUnavailable | LedgerForgot)
         gone = isinstance(error, KeyError)  # `members` has no such node
         why = "is no member any more" if gone else f"{type(error).__name__}: {error}"
         self.refused.append(f"{node}: {why}")

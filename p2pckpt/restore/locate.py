@@ -25,11 +25,13 @@ from p2pckpt.wire import HeldReply
 class Bucket:
     """What the object store says of the steps that RAM cannot prove.
 
-    ``steps``: by attempt key, "" if its manifest and objects are there, else what is wrong.
+    ``steps``: by attempt key, "" if its manifest is there, else what is wrong. ``cut``: ranks whose
+    objects are not there as that manifest says, and what is wrong; these RAM may have.
     ``away``: why it cannot be asked. ``manifests``: job manifests, if the ledger knows no commit.
     """
 
     steps: Mapping[str, str] = field(default_factory=dict)
+    cut: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     away: str = ""
     manifests: tuple[str, ...] = ()
 
@@ -128,30 +130,39 @@ def _fixed(nodes: dict[int, list[str]]) -> dict[int, tuple[str, ...]]:
 def unprovable(commit: r.Commit, facts: Facts) -> list[str]:
     """Why a commit cannot be proven: a sentence a share; empty if every rank can be had."""
     groups = facts.groups.get(commit.attempt.key, ())
-    if len(groups) == commit.groups and _in_bucket(commit, facts) == "":
-        return []
-    stored = f"; object store: {_in_bucket(commit, facts) or 'never offloaded'}"
+
+    def stored(ranks: Sequence[int]) -> str:
+        why = _in_bucket(commit, ranks, facts) or "never offloaded"
+        return f"; object store: {why}" if facts.bucket else ""
+
     if len(groups) != commit.groups:
         lack = f"{len(groups)} of {commit.groups} group records"
-        return [f"step {commit.attempt.step}: {lack}{stored if facts.bucket else ''}"]
+        return [f"step {commit.attempt.step}: {lack}{stored(())}"]
     out = []
     for share in (s for group in groups for s in group.shares):
         found = sources_of(share, commit.attempt, facts)
         lacking = [rank for rank in share.ranks if rank not in found.slots]
-        if lacking and len(found.shards) < commit.layout.k:
+        if not lacking or len(found.shards) >= commit.layout.k:
+            continue
+        if _in_bucket(commit, lacking, facts) != "":
             out.append(
                 f"step {commit.attempt.step}, ranks {lacking} of {share.node}: own copy gone, "
                 f"{len(found.shards)} of {commit.layout.shards} shards left, "
-                f"needs {commit.layout.k}{stored if facts.bucket else ''}"
+                f"needs {commit.layout.k}{stored(lacking)}"
             )
     return out
 
 
-def _in_bucket(commit: r.Commit, facts: Facts) -> str | None:
-    """ "" if the object store has the step, else what is wrong; None if it is not offloaded."""
-    if facts.bucket is None or commit.attempt.key not in facts.state.offloaded:
+def _in_bucket(commit: r.Commit, ranks: Sequence[int], facts: Facts) -> str | None:
+    """ "" if the object store has these ranks of the step, else what is wrong; None if the step is
+    not offloaded."""
+    key = commit.attempt.key
+    if facts.bucket is None or key not in facts.state.offloaded:
         return None
-    return facts.bucket.steps.get(commit.attempt.key, f"away: {facts.bucket.away}")
+    if why := facts.bucket.steps.get(key, f"away: {facts.bucket.away}"):
+        return why
+    cut = facts.bucket.cut.get(key, {})
+    return "; ".join(cut[rank] for rank in ranks if rank in cut)
 
 
 def decide_restore(facts: Facts, step: int | None, world_size: int) -> Finding:

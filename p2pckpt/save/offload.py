@@ -265,6 +265,17 @@ def incomplete(checkpoint: r.Checkpoint, listing: Sequence[Stored]) -> dict[str,
     }
 
 
+def lacking(checkpoint: r.Checkpoint, listing: Sequence[Stored]) -> dict[int, str]:
+    """Ranks that cannot be had from the listed objects of a checkpoint, and what is wrong."""
+    wrong = incomplete(checkpoint, listing)
+    out = {}
+    for share in checkpoint.shares:
+        for rank in share.ranks:
+            if why := wrong.get(share.manifest) or wrong.get(rank.name):
+                out[rank.rank] = why
+    return out
+
+
 # -- records --------------------------------------------------------------------------------------
 
 

@@ -344,7 +344,7 @@ class Checkers:
         attempt, bucket = kept.commit.attempt, self.cluster.bucket
         lost = [rank for f in self.find(kept, without) for rank in f.lost_ranks]
         stored = self.offloaded.get(attempt.key)
-        if lost and bucket is not None and stored and in_store(stored, kept, bucket.objects):
+        if lost and bucket is not None and stored and in_store(stored, kept, lost, bucket.objects):
             whole = set(bucket.objects.values())
             wanted = {k: content(k, attempt.step, kept.snapshots.writer) for k in lost}
             lost = [rank for rank in lost if wanted[rank] not in whole]

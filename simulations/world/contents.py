@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from random import Random
@@ -265,9 +265,13 @@ def find_share(
     return found
 
 
-def in_store(offloaded: r.Offloaded, kept: Kept, objects: Mapping[str, bytes]) -> bool:
-    """Has the object store the manifests that tell what its bytes are: the step's, the shares'?"""
-    wanted = {offloaded.manifest_digest, *(s.manifest_digest for s in kept.snapshots.shares)}
+def in_store(
+    offloaded: r.Offloaded, kept: Kept, ranks: Sequence[int], objects: Mapping[str, bytes]
+) -> bool:
+    """Has the object store the manifests that tell what the bytes of some ranks are: the step's,
+    and those of their shares?"""
+    shares = (s for s in kept.snapshots.shares if not set(ranks).isdisjoint(s.ranks))
+    wanted = {offloaded.manifest_digest, *(s.manifest_digest for s in shares)}
     return wanted <= {hashlib.sha256(data).hexdigest() for data in objects.values()}
 
 

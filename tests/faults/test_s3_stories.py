@@ -212,6 +212,51 @@ def test_a_rebuilt_ledger_finds_what_the_store_has(whole):
     play(story)
 
 
+def test_a_rebuilt_ledger_finds_what_the_store_has_also_where_ram_only_seemed_to_have_it():
+    """n1 is lost, and what others hold of its share rotted, which nobody knows until it is read:
+    its rank comes from the store, though the rebuilt ledger does not know that it is there."""
+
+    async def story(rig):
+        await rig.train(1, 2)
+        await rig.until(lambda: rig.offloaded() == [2])
+        await asyncio.sleep(5.0)
+        attempt = rig.attempt(2)
+        rig.cluster.etcd.wipe()
+        await asyncio.sleep(20.0)
+        reply = await rig.cluster.nodes["n3"].trainer().call(w.RebuildCall(JOB))
+        assert (reply.problem, reply.steps[-1]) == ("", 2)
+        await rig.lose("n1")
+        for name in ("n0", "n2", "n3"):
+            for held in rig.agents[name].home.holdings.of_attempt(attempt):
+                if held.kind is r.FileKind.SHARD and held.owner == "n1":
+                    rig.cluster.nodes[name].store.flip(held.file, 100, 2)
+        await asyncio.sleep(20.0)
+        await rig.launch(("n0", "n3", "n2"))
+        step, sources = await rig.restore()
+        assert (step, sources[0], sources[2]) == (2, "local", "local")
+        assert rig.notes("offload_recalled")
+        assert rig.state().quarantined() == set()
+
+    play(story)
+
+
+def test_a_cut_object_does_not_matter_where_ram_has_its_rank():
+    async def story(rig):
+        await rig.train(1, 2)
+        await rig.until(lambda: rig.offloaded() == [2])
+        rig.bucket.truncate(rank_name(rig.attempt(2), "n0", 0), 5000)
+        for name in ("n1", "n2", "n3"):
+            await rig.lose(name)
+            rig.start(name)
+        await asyncio.sleep(30.0)
+        await rig.launch()
+        step, sources = await rig.restore()
+        assert (step, sources[0]) == (2, "local")
+        assert "mixed" in sources
+
+    play(story)
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "manifest", "manifest object"])
 def test_a_damaged_object_is_found_and_the_previous_step_comes_back(damage):
     """B107."""

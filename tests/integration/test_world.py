@@ -42,6 +42,8 @@ FOUND = {
     15000278: "a rebuild gave up, and its first transaction came late: a ledger that seemed whole",
     16000056: "a repair did not ask a host that a repair before it had put a shard on",
     16000141: "a listing that was older than the mirror did not freeze the agent",
+    17000756: "an object that was cut spoiled its whole step, though RAM had that rank",
+    17001097: "a rebuilt ledger did not find a step in the store that rotted in RAM",
 }
 """Seeds that found a fault: what they draw may change, then they are just seeds."""
 

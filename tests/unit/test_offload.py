@@ -31,6 +31,7 @@ from p2pckpt.save.offload import (
     every_in_force,
     held_back,
     incomplete,
+    lacking,
     manifest_name,
     names_to_delete,
     objects_of,
@@ -41,7 +42,7 @@ from p2pckpt.save.offload import (
     share_objects,
     share_txn,
 )
-from p2pckpt.wire import pack
+from p2pckpt.wire import HeldFile, HeldReply, pack
 
 ROOM = Ram({}, 1 << 40, 1)
 
@@ -300,6 +301,20 @@ def test_objects_that_are_not_there_in_their_length_are_named(change):
     assert list(incomplete(checkpoint, listing)) == [victim.name]
 
 
+def test_a_rank_lacks_its_object_or_the_manifest_of_its_share():
+    checkpoint = checkpoint_of(*whole_checkpoint())
+    whole = listing_of(checkpoint)
+    assert lacking(checkpoint, whole) == {}
+    share = checkpoint.shares[-1]
+    for name, ranks in (
+        (share.manifest, {e.rank for e in share.ranks}),
+        (share.ranks[0].name, {share.ranks[0].rank}),
+    ):
+        wrong = lacking(checkpoint, [s for s in whole if s.name != name])
+        assert set(wrong) == ranks
+        assert all(name in why for why in wrong.values())
+
+
 # -- records --------------------------------------------------------------------------------------
 
 
@@ -445,6 +460,26 @@ def test_the_newest_step_that_the_store_has_is_taken():
     truncated = Bucket({two: "", four: "rank-1: 5 bytes, needs 9"})
     assert decided(book, truncated, groups) == (r.Choice.RESTORE, 2)
     assert decided(book, truncated, groups, patient=True)[0] is None
+    cut = Bucket({two: "", four: ""}, {four: {1: "rank-1: 5 bytes, needs 9"}})
+    assert decided(book, cut, groups) == (r.Choice.RESTORE, 2)
+
+
+def test_ranks_whose_objects_are_cut_may_be_had_from_ram():
+    book, groups, two, four = two_steps()
+    cut = Bucket({two: "", four: ""}, {four: {1: "rank-1: 5 bytes, needs 9"}})
+    (share_,) = groups[four][0].shares
+
+    def found(*ranks):
+        held = [
+            HeldFile(groups[four][0].attempt, r.FileKind.SLOT, "n0", k, share_.manifest_digest)
+            for k in ranks
+        ]
+        answers = {"n0": HeldReply("s0", tuple(held), 0)}
+        facts = Facts(book.state(), answers, (), groups, False, bucket=cut)
+        return decide_restore(facts, None, 4).commit.attempt.step
+
+    assert found(1) == 4
+    assert found(0, 2, 3) == 2
 
 
 def test_a_decision_says_whether_ram_alone_can_prove_the_step():
