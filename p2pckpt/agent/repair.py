@@ -144,11 +144,12 @@ class Repairing:
         lacking = [s for s in concerned if not {s.store_id, *s.holders} <= self.stores.keys()]
         lacking = concerned if losses != self.losses else lacking
         answers, silent = await self._ask(commit, lacking, members)
-        repairs = self._repairs(commit, lacking, answers, members)
+        mute, repairs = silent, self._repairs(commit, lacking, answers, members)
         mine = any(found.by == ctx.home.node for found in repairs)
         if mine and len(answers) + len(silent) < len(members) and self._due(repairs):
             # An earlier repair, of a node that is gone, may have put shards where no record says.
-            answers, silent = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
+            answers, mute = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
+            silent = [n for n in silent if n in mute]  # others get nothing, and hold nothing up
             repairs = self._repairs(commit, lacking, answers, members)
         if not repairs:
             self.looked, self.again_at, self.noticed_at = picture, math.inf, None
@@ -162,7 +163,8 @@ class Repairing:
                 facts = Facts(ctx.state, answers, (), {}, False)
                 sources = sources_of(repair.share, commit.attempt, facts)
                 with ctx.home.doors.telemetry.stage("repair"):
-                    whole &= await self.mend(commit, repair, sources, members)
+                    heard = {n: m for n, m in members.items() if n not in mute}
+                    whole &= await self.mend(commit, repair, sources, heard)
         # What found no place now may find one later; at once when somebody comes or goes.
         again_s = math.inf if whole else AGAIN_S
         self.looked, self.again_at, self.noticed_at = picture, ctx.home.now() + again_s, None

@@ -147,6 +147,23 @@ def test_no_host_gets_two_shards_because_no_record_names_it(first, second, place
     play(story, nodes=8)
 
 
+def test_a_node_that_has_nothing_of_the_step_and_is_silent_holds_up_no_repair():
+    """n9 came later and holds nothing. It keeps its lease, and no peer reaches it: what was lost
+    with n4 comes back all the same."""
+
+    async def story(stage):
+        await step_one(stage)
+        stage.add("n9")
+        await asyncio.sleep(3)
+        stage.cluster.isolate("n9")
+        stage.crash("n4")
+        assert lacking(stage, 1)
+        await until(lambda: not lacking(stage, 1), LATE_S)
+        assert "n9" in (await stage.agents["n0"].home.living()).members
+
+    play(story, nodes=6)
+
+
 def test_an_own_copy_that_is_lost_is_brought_back_and_the_shard_beside_it_moves():
     """n0 is lost; a holder of its shards brings the copy back, so that its shard there is no more
     than the copy is, and goes to another node."""
