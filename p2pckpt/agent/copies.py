@@ -17,6 +17,7 @@ byte is deleted by a rebuild.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from msgspec import structs
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.context import RETRY_S, UNSURE_S, JobContext
-from p2pckpt.agent.deciding import groups_of
+from p2pckpt.agent.deciding import ask_all, groups_of
 from p2pckpt.agent.holdings import copy_name
 from p2pckpt.agent.polling import poll
 from p2pckpt.errors import (
@@ -35,8 +36,9 @@ from p2pckpt.errors import (
     LedgerForgot,
     LedgerUnavailable,
 )
-from p2pckpt.jobstate import entry_of
-from p2pckpt.ports import Listing, Put, Txn, absent, unchanged, value_is
+from p2pckpt.jobstate import JobState, entry_of
+from p2pckpt.ports import Listing, Put, Txn, absent, none_newer, unchanged, value_is
+from p2pckpt.save.commit import read_groups
 from p2pckpt.wire import pack, unpack
 
 OPERATIONS = 100
@@ -57,9 +59,7 @@ async def keep_copies(ctx: JobContext) -> None:
             try:
                 groups = await groups_of(ctx, commit.attempt)
                 if len(groups) == commit.groups and commit in ctx.uncopied():  # still
-                    closings = (c for c in ctx.state.closed.values() if _began(c, commit))
-                    closed = min(closings, key=lambda c: (c.generation, c.ballot), default=None)
-                    copy = r.CommitCopy(commit, tuple(groups), closed)
+                    copy = _copy(ctx.state, commit, groups)
                     ctx.home.doors.arena.put_document(copy_name(commit.attempt), pack(copy))
                     ctx.wake()
             except CheckpointError as e:
@@ -73,8 +73,27 @@ def _retiring(ctx: JobContext) -> bool:
     return generation is not None and len(ctx.state.commits) > generation.keep_last
 
 
-def _began(closed: r.Closed, commit: r.Commit) -> bool:
-    return closed.close is r.Close.OK and closed.lineage == commit.lineage
+def _copy(state: JobState, commit: r.Commit, groups: Sequence[r.GroupRecord]) -> r.CommitCopy:
+    """A commit with its group records and what began its lineage."""
+    ok = (c for c in state.closed.values() if c.close is r.Close.OK)
+    closings = (c for c in ok if c.lineage == commit.lineage)
+    closed = min(closings, key=lambda c: (c.generation, c.ballot), default=None)
+    return r.CommitCopy(commit, tuple(groups), closed)
+
+
+def _listed(keys: r.JobKeys, listing: Listing) -> list[r.CommitCopy]:
+    """The commits that the ledger has itself, from a listing of all of the job: one may be so new
+    that nobody has a copy yet. What is unreadable, or of a cleaned job, is left out."""
+    below = tuple(e for e in listing.entries if e.key.startswith(keys.state))
+    state, copies = JobState.listed(keys, Listing(below, listing.revision)), []
+    for commit in state.commits.values():
+        prefix = keys.groups_of(commit.attempt)
+        entries = [e for e in listing.entries if e.key.startswith(prefix)]
+        with contextlib.suppress(FormatError):
+            groups = read_groups(entries, commit.attempt)
+            if len(groups) == commit.groups and commit.attempt.ledger_id not in state.cleaned:
+                copies.append(_copy(state, commit, groups))
+    return copies
 
 
 def remembered(ctx: JobContext) -> w.CopiesReply:
@@ -106,8 +125,11 @@ class Rebuild:
     copies: tuple[r.CommitCopy, ...] = ()
 
 
-def decide_rebuild(replies: Mapping[str, w.CopiesReply]) -> Rebuild:
-    """Put the agents' memories together. Copies of one commit must be equal."""
+def decide_rebuild(
+    replies: Mapping[str, w.CopiesReply], listed: Sequence[r.CommitCopy] = ()
+) -> Rebuild:
+    """Put the agents' memories together, and what the ledger has beyond them (``listed``). Copies
+    of one commit must be equal."""
     seen = [reply.seen for reply in replies.values() if reply.seen is not None]
     copies: dict[r.Attempt, r.CommitCopy] = {}
     for node in sorted(replies):
@@ -117,6 +139,10 @@ def decide_rebuild(replies: Mapping[str, w.CopiesReply]) -> Rebuild:
                 return Rebuild(f"copies of step {copy.commit.attempt.step} differ, on {node}")
     if not copies:
         return Rebuild("no living agent has a copy of a commit of this job")
+    steps = {(c.commit.lineage, c.commit.attempt.step) for c in copies.values()}
+    for copy in listed:
+        if (copy.commit.lineage, copy.commit.attempt.step) not in steps:
+            copies[copy.commit.attempt] = copy
     ids = {s.ledger_id for s in seen} | {a.ledger_id for a in copies}
     number = max([s.generation for s in seen] + [a.generation for a in copies]) + 1
     ordered = sorted(copies.values(), key=lambda c: c.commit.attempt.key)
@@ -135,7 +161,10 @@ async def rebuild(ctx: JobContext, dry_run: bool) -> w.RebuildReply:
     except LedgerForgot as e:
         ctx.note("rebuild_of", why=str(e))
     listing = await home.doors.ledger.list(ctx.keys.root)
-    plan, new_id = decide_rebuild(replies), home.doors.ids.new()
+    held, _ = await ask_all(ctx, w.HeldQuery(ctx.job))  # an older state has what was freed since
+    there = {file.attempt for reply in held.values() for file in reply.files}
+    listed = [c for c in _listed(ctx.keys, listing) if c.commit.attempt in there]
+    plan, new_id = decide_rebuild(replies, listed), home.doors.ids.new()
     problem = plan.problem or _needless(ctx, listing, replies.values())
     if not problem and not dry_run:
         await _write(ctx, plan, listing, new_id)
@@ -179,7 +208,10 @@ async def _write(ctx: JobContext, plan: Rebuild, listing: Listing, new_id: str) 
     whole = r.Rebuilt(plan.replaces, home.node, len(plan.copies))
     unfinished = structs.replace(whole, unfinished=True)
     first = Txn(
-        (absent(keys.ledger_id) if entry is None else unchanged(entry),),
+        (
+            absent(keys.ledger_id) if entry is None else unchanged(entry),
+            none_newer(keys.commits, listing.revision),  # nor did another rebuild get ready
+        ),
         (
             Put(keys.ledger_id, new_id.encode()),
             Put(keys.rebuilt, pack(unfinished)),

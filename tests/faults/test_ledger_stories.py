@@ -250,6 +250,67 @@ def test_a_rebuild_that_one_frozen_agent_needs_is_done_from_any():
     play(story)
 
 
+@pytest.mark.parametrize("wait_s", [0.0, 0.3, 0.6])
+def test_a_rebuild_right_after_a_commit_keeps_it(wait_s):
+    """One agent is frozen, and the others save on. The rebuild comes when step 3 is committed and
+    its record is copied nowhere, or not everywhere: the launch after it begins with step 3."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1, 2)
+        stage.agents["n4"].jobs[JOB].ctx.freeze("revision 5, seen 9")
+        await asyncio.sleep(5)
+        await launch.saved(3)
+        await asyncio.sleep(wait_s)
+        reply = await stage.rebuild("n3")
+        assert reply.problem == ""
+        assert 3 in reply.steps
+        await asyncio.sleep(10)
+        assert await (await launch.again()).restore() == 3
+
+    play(story)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_rebuild_that_comes_late_replaces_no_other_that_is_whole(finished):
+    """Two agents are asked for a rebuild. The second has read the ledger when the first is in the
+    middle, and its first transaction is on its way until the first is done: it is refused, and all
+    go on by the first. If the first broke off, the second is the one."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1, 2)
+        await asyncio.sleep(5)
+        launch.kill()
+        await wiped(stage)
+        await asyncio.sleep(20)
+        middle, late = asyncio.Event(), asyncio.Event()
+        stage.before_commit("n1", lambda: middle)
+        first = asyncio.ensure_future(stage.rebuild("n1"))
+        await asyncio.sleep(5)
+        stage.before_commit("n2", lambda: late, "state/rebuilt")
+        second = asyncio.ensure_future(stage.rebuild("n2"))
+        await asyncio.sleep(5)
+        if finished:
+            middle.set()
+            await asyncio.sleep(5)
+        late.set()
+        if finished:
+            assert (await first).problem == ""
+            with pytest.raises(CheckpointError, match="run it again"):
+                await second
+        else:
+            assert (await second).problem == ""
+            middle.set()
+            with pytest.raises(CheckpointError, match="another rebuild"):
+                await first
+        await asyncio.sleep(15)
+        assert not any(agent.jobs[JOB].ctx.frozen for agent in stage.agents.values())
+        assert await (await launch.again()).restore() == 2
+
+    play(story)
+
+
 def test_a_rebuild_that_breaks_off_in_the_middle_is_done_again():
     """Seed 15000278. The agent that rebuilds dies when the new id is written and the commits are
     not: nobody goes on by that ledger, or is told nothing or something old, until the next one."""
