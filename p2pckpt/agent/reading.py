@@ -95,7 +95,7 @@ async def let_go(ctx: JobContext, attempt: r.Attempt, who: str) -> None:
 
 
 async def _remove(ctx: JobContext, key: str, reading: Reading) -> None:
-    while reading.session is None:
+    while reading.session is None and ctx.readings.get(key, reading) is reading:
         try:
             async with reading.turn:
                 if reading.session is not None or await ctx.transact(Txn(deletes=(key,))):
@@ -135,7 +135,7 @@ def _due(ctx: JobContext) -> set[r.Attempt]:
 async def _look(ctx: JobContext, key: str, reading: Reading) -> None:
     async with reading.turn:
         entry = await ctx.home.doors.ledger.get(key)
-        if entry is None or reading.session is not None:
+        if entry is None or reading.session is not None or ctx.readings.get(key) is not reading:
             return
         if await ctx.transact(Txn((unchanged(entry),), deletes=(key,))):
             ctx.note("reader_removed", step=reading.attempt.step, key=key)

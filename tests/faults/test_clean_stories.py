@@ -5,12 +5,14 @@ able to restore: generations, ordinals and steps are then those of the old job a
 """
 
 import asyncio
+import contextlib
 
 import pytest
 from stage import JOB, play, until
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
+from p2pckpt.agent.reading import hold, let_go
 from p2pckpt.errors import AgentUnreachable, CheckpointError
 
 FOUR = ("n0", "n1", "n2", "n3")
@@ -275,5 +277,35 @@ def test_who_dies_while_it_asks_for_a_step_leaves_no_reader():
         assert not stage.etcd.list(f"{KEYS.root}readers/").entries
         await cleaned(stage, "n1")
         await begins_anew(stage, other)
+
+    play(story)
+
+
+def test_a_reader_of_a_cleaned_job_is_not_mistaken_for_one_of_the_next():
+    """A reader's record of n4 got no answer, so that n4 takes it away once more, later. Meanwhile
+    the job is cleaned and begins anew, and n4 reads a step that has the same name: that record
+    stays as long as it is held."""
+
+    async def story(stage):
+        await ended(stage, 3)
+        ctx, attempt = stage.agents["n4"].jobs[JOB].ctx, stage.state().latest().attempt
+        stage.etcd.ambiguous_next("n4")
+        with contextlib.suppress(CheckpointError):
+            await hold(ctx, attempt, ".77")
+        letting = asyncio.ensure_future(let_go(ctx, attempt, ".77"))
+        await asyncio.sleep(1)
+        await cleaned(stage, "n1")
+        launch = await stage.launch(*FOUR)
+        assert await launch.restore() is None
+        await launch.saved(3)
+        anew = stage.state().latest().attempt
+        assert anew.key == attempt.key
+        await until(lambda: ctx.state.committed(anew) is not None)
+        await hold(ctx, anew, ".77")
+        assert not letting.done()
+        await letting
+        assert stage.etcd.get(f"{ctx.keys.readers(anew)}n4.77") is not None
+        await let_go(ctx, anew, ".77")
+        assert stage.etcd.get(f"{ctx.keys.readers(anew)}n4.77") is None
 
     play(story)
