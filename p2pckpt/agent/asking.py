@@ -118,7 +118,7 @@ class Asking:
             case w.VerifyCall():
                 return await self._verify(question)
             case w.ExportCall():
-                return await self._export(visit, question)
+                return await self._export(who, visit, question)
             case w.CleanCall():
                 return await clean(await self.context(question.job), question.dry_run)
             case w.ExportDone():
@@ -243,7 +243,7 @@ class Asking:
 
     # -- export -----------------------------------------------------------------------------------
 
-    async def _export(self, visit: Visit, call: w.ExportCall) -> r.Record:
+    async def _export(self, who: TrainerId, visit: Visit, call: w.ExportCall) -> r.Record:
         """One rank's snapshot as a file here. Raises RestoreFailed naming what is lacking."""
         reply, rank = _visited(visit, call.attempt), call.rank
         share = _share(reply, lambda s: rank in s.ranks)
@@ -262,6 +262,8 @@ class Asking:
             job = await self._fetching(reply, share, rank)
             held, fetched = await bring(self.home, job, r.FileKind.STAGE)
             visit.files[held.file] = held
+            if self.visits.get(who) is not visit:  # it died meanwhile
+                self._give_back(visit, held.file)
             manifest, bytes_from = fetched.manifest, fetched.bytes_from
             source = source_of(bytes_from)
         assert held is not None

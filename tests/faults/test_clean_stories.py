@@ -309,3 +309,26 @@ def test_a_reader_of_a_cleaned_job_is_not_mistaken_for_one_of_the_next():
         assert stage.etcd.get(f"{ctx.keys.readers(anew)}n4.77") is None
 
     play(story)
+
+
+def test_who_dies_while_a_rank_is_brought_for_it_leaves_no_file():
+    """An export is killed at some moment while its snapshot comes from others to n4: what was
+    brought is given back, as soon as it is there."""
+
+    async def story(stage):
+        await ended(stage, 3)
+        begun = 0
+        for wait_s in (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015):
+            trainer = stage.nodes["n4"].trainer()
+            step = await trainer.call(w.StepQuery(JOB))
+            asking = asyncio.ensure_future(trainer.call(w.ExportCall(step.commit.attempt, 0)))
+            await asyncio.sleep(wait_s)
+            begun += not asking.done()
+            trainer.kill()
+            await asyncio.gather(asking, return_exceptions=True)
+        await asyncio.sleep(30)
+        assert begun
+        held = stage.agents["n4"].home.holdings.of_job(JOB)
+        assert not [h for h in held if h.kind is r.FileKind.STAGE]
+
+    play(story)
