@@ -320,7 +320,7 @@ def forgot(seen: r.LedgerSeen | None, truth: JobState) -> str:
     A ledger rebuilt from agents' copies is accepted when it is whole: its record names the one it
     replaces.
     """
-    if truth.being_rebuilt:
+    if truth.being_rebuilt and truth.ledger_id not in truth.cleaned:
         return f"its ledger is being rebuilt by {truth.being_rebuilt}, or that broke off"
     if seen is None or seen.ledger_id in truth.cleaned:
         return ""

@@ -346,6 +346,32 @@ def test_a_rebuild_that_breaks_off_in_the_middle_is_done_again():
     play(story)
 
 
+def test_a_job_whose_rebuild_broke_off_is_cleaned_at_once():
+    """Nobody wants it rebuilt any more. All agents free their bytes when they are asked, and not
+    only when the records are gone: a clean that broke off too would leave them."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1, 2)
+        await asyncio.sleep(5)
+        launch.kill()
+        await wiped(stage)
+        await asyncio.sleep(20)
+        gate = asyncio.Event()
+        stage.before_commit("n1", lambda: gate)
+        rebuilding = asyncio.ensure_future(stage.rebuild("n1"))
+        await asyncio.sleep(5)
+        stage.restart("n1")
+        await asyncio.gather(rebuilding, return_exceptions=True)
+        await asyncio.sleep(20)
+        assert stage.state().rebuilt.unfinished
+        reply = await stage.nodes["n4"].trainer().call(w.CleanCall(JOB, False))
+        assert (reply.problem, reply.left) == ("", ())
+        assert not stage.held()
+
+    play(story)
+
+
 def test_a_rank_of_a_ledger_that_is_gone_is_stale():
     """Seed 14000863. Those who were asked for a rebuild knew an older generation, so that its
     number was one that a launch had, and its ranks went on in the new ledger, without a roster."""
