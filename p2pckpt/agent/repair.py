@@ -42,7 +42,7 @@ from p2pckpt.wire import pack
 
 LOOK_EVERY_S = 1.0
 AGAIN_S = 30.0
-"""After a repair that found no place for some shard, while nobody came or went."""
+"""After a look that found no place for some shard, or no answer, while nobody came or went."""
 
 PATIENCE_S = 10.0
 """While saves go on: the next commit places everything anew and mostly makes repair needless."""
@@ -152,9 +152,7 @@ class Repairing:
             silent = [n for n in silent if n in mute]  # others get nothing, and hold nothing up
             repairs = self._repairs(commit, lacking, answers, members)
         if not repairs:
-            self.looked, self.again_at, self.noticed_at = picture, math.inf, None
-            self.losses = losses
-            return True
+            return self._rest(picture, losses, not mute)
         if not self._due(repairs) or (silent and min(found.spare for found in repairs) > 0):
             return False  # a silent agent that keeps its lease may only be slow: not lost yet
         whole = True
@@ -165,10 +163,14 @@ class Repairing:
                 with ctx.home.doors.telemetry.stage("repair"):
                     heard = {n: m for n, m in members.items() if n not in mute}
                     whole &= await self.mend(commit, repair, sources, heard)
-        # What found no place now may find one later; at once when somebody comes or goes.
+        return self._rest(picture, losses, whole and not mute)
+
+    def _rest(self, picture: tuple[object, ...], losses: int, whole: bool) -> bool:
+        """Nothing more is done now. Not ``whole``: a shard found no place, or who was asked for it
+        did not answer; then it is looked again later, or at once when somebody comes or goes."""
         again_s = math.inf if whole else AGAIN_S
-        self.looked, self.again_at, self.noticed_at = picture, ctx.home.now() + again_s, None
-        self.losses = losses
+        self.looked, self.again_at, self.noticed_at = picture, self.ctx.home.now() + again_s, None
+        self.losses = losses if whole else self.losses
         return whole
 
     async def _concerned(self, commit: r.Commit) -> list[r.SealedShare] | None:

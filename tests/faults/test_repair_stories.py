@@ -164,6 +164,25 @@ def test_a_node_that_has_nothing_of_the_step_and_is_silent_holds_up_no_repair():
     play(story, nodes=6)
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_holder_that_is_silent_for_a_while_is_asked_again(part):
+    """n0 and a holder of its share are lost, and of the two shards that are left one cannot be had
+    for half a minute, while its node keeps its lease. Nobody comes or goes when it can be had
+    again: it is noticed all the same, and the share is full."""
+
+    async def story(stage):
+        await step_one(stage)
+        holders = stage.holders("n0", 1)
+        stage.crash("n0", holders[2])
+        await asyncio.sleep(10)
+        stage.cluster.isolate(holders[part])
+        await asyncio.sleep(30)
+        stage.cluster.heal()
+        await until(lambda: "n0" not in lacking(stage, 1), LATE_S)
+
+    play(story, nodes=7)
+
+
 def test_an_own_copy_that_is_lost_is_brought_back_and_the_shard_beside_it_moves():
     """n0 is lost; a holder of its shards brings the copy back, so that its shard there is no more
     than the copy is, and goes to another node."""
