@@ -127,21 +127,25 @@ class Serving:
         shard = await holdings.take(
             Want(r.FileKind.SHARD, attempt, offer.owner, offer.index, max(1, size)), writer
         )
+        files, expected, at = [shard], list[Expected](), 0
         try:
             manifest = await holdings.take(
                 Want(r.FileKind.STAGE, attempt, offer.owner, offer.index, offer.manifest_bytes),
                 writer,
             )
-        except NoRoom:
-            self._let_go(shard)
+            files.append(manifest)
+            for length in offer.lengths:
+                region = holdings.region(shard, at, length)
+                expected.append(await transport.expect(region, traffic, timeout_s))
+                at += length
+            region = holdings.region(manifest, 0, offer.manifest_bytes)
+            last = await transport.expect(region, traffic, timeout_s)
+        except BaseException:  # no room for all, or our own mover does not answer
+            for one in expected:
+                await one.cancel()
+            for held in files:
+                self._let_go(held)
             raise
-        expected, at = [], 0
-        for length in offer.lengths:
-            region = holdings.region(shard, at, length)
-            expected.append(await transport.expect(region, traffic, timeout_s))
-            at += length
-        region = holdings.region(manifest, 0, offer.manifest_bytes)
-        last = await transport.expect(region, traffic, timeout_s)
         return Incoming(offer, shard, manifest, expected, last)
 
     async def seal(self, seal: w.PutSeal) -> r.Record:

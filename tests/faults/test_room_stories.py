@@ -8,6 +8,8 @@ import asyncio
 import pytest
 from stage import ABORT, COMMIT, JOB, now, play
 
+from p2pckpt.errors import PeerUnreachable
+
 FOUR = ("n0", "n1", "n2", "n3")
 
 
@@ -27,6 +29,42 @@ def test_a_holder_without_room_is_passed_over():
 
 def no_room(stage):
     return [e for e in stage.events("note.holder_failed") if "needs" in e["why"]]
+
+
+class Mute:
+    """A node's transport whose mover answers every other request for a grant, and not the rest."""
+
+    def __init__(self, transport):
+        self._transport, self.asked = transport, 0
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    async def expect(self, *what):
+        self.asked += 1
+        if self.asked % 2 == 0:
+            raise PeerUnreachable("our own mover does not answer")
+        return await self._transport.expect(*what)
+
+
+def test_a_holder_whose_mover_does_not_answer_keeps_no_file_for_it():
+    """n3 has taken files for a shard and cannot grant it. The saves commit without it, and when its
+    mover is there again n3 holds the newest step's shards and nothing else."""
+
+    async def story(stage):
+        launch = await stage.launch("n0")
+        right = stage.agents["n3"].home.doors.transport
+        mute = Mute(right)
+        stage.doors_of("n3", transport=mute)
+        await launch.saved(1, 2, 3)
+        assert mute.asked
+        stage.doors_of("n3", transport=right)
+        await launch.saved(4, 5)
+        await asyncio.sleep(30)
+        held = stage.agents["n3"].home.holdings.of_job(JOB)
+        assert all(h.whole and h.attempt.step == 5 for h in held)
+
+    play(story)
 
 
 def test_nobody_has_room_for_shards_and_training_goes_on():
