@@ -83,23 +83,28 @@ async def bring(home: Home, job: Fetching, kind: r.FileKind) -> tuple[Held, Fetc
         with home.doors.telemetry.stage("bring"):
             async with staging(home, job) as scratch:
                 fetched = await restore_rank(job, room, scratch)
+        return _kept(home, job, taken[0], fetched), fetched
     except BaseException:
         for held in taken:
             give_back(home, held)
         raise
-    (held,) = taken
-    if kind is r.FileKind.SLOT:
-        other = holdings.find(job.attempt, kind, job.rank)
+
+
+def _kept(home: Home, job: Fetching, held: Held, fetched: Fetched) -> Held:
+    """The file with a rank's snapshot: WHOLE, if it is a slot, or the one that was there first."""
+    holdings = home.holdings
+    if held.kind is r.FileKind.SLOT:
+        other = holdings.find(job.attempt, held.kind, job.rank)
         if other and not other.bad and other.manifest_digest == job.share.manifest_digest:
             give_back(home, held)  # somebody else brought it meanwhile
-            return other, fetched
+            return other
         name = document_name(job.share.manifest_digest)
         home.doors.arena.put_document(name, pack(fetched.manifest))
         holdings.seal(held, fetched.target.length, job.share.manifest_digest)
     else:
         held.length = fetched.target.length
         holdings.writer_done(held)
-    return held, fetched
+    return held
 
 
 @asynccontextmanager

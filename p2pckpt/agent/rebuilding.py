@@ -40,14 +40,14 @@ async def rebuild_shard(
                 await _fill(home, fetched.manifest, rank, image, shard)
             finally:
                 home.holdings.release(image)
+        assert shard is not None  # a share has a rank
+        name = document_name(share.manifest_digest)
+        home.doors.arena.put_document(name, pack(fetched.manifest))
+        home.holdings.seal(shard, size, share.manifest_digest)
     except BaseException:
         if shard is not None:
             give_back(home, shard)
         raise
-    assert shard is not None  # a share has a rank
-    name = document_name(share.manifest_digest)
-    home.doors.arena.put_document(name, pack(fetched.manifest))
-    home.holdings.seal(shard, size, share.manifest_digest)
 
 
 async def _fill(home: Home, manifest: r.Manifest, rank: int, image: Held, shard: Held) -> None:

@@ -167,18 +167,17 @@ class Serving:
                     await expected.received(timeout_s)
             await incoming.expected_manifest.received(timeout_s)
             packed = await self._check(incoming)
+            ctx = await self.context(seal.attempt.job)
+            if ctx.state.settled(seal.attempt):
+                raise Refused("the attempt was decided meanwhile")
+            self.home.doors.arena.put_document(document_name(offer.manifest_digest), packed)
+            self.home.holdings.seal(incoming.shard, sum(offer.lengths), offer.manifest_digest)
         except CheckpointError as e:
             await self._drop(incoming)
             return w.RefusedReply(reason=f"{type(e).__name__}: {e}")
         except BaseException:
             await self._drop(incoming)
             raise
-        ctx = await self.context(seal.attempt.job)
-        if ctx.state.settled(seal.attempt):
-            await self._drop(incoming)
-            return w.RefusedReply(reason="the attempt was decided meanwhile")
-        self.home.doors.arena.put_document(document_name(offer.manifest_digest), packed)
-        self.home.holdings.seal(incoming.shard, sum(offer.lengths), offer.manifest_digest)
         self._let_go(incoming.manifest)
         self._prepare_next(ctx, incoming.shard)
         return w.Receipt(

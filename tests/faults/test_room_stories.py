@@ -6,9 +6,9 @@ A rank's slot takes 12 KiB here, a shard about 5 KB, staging comes and goes.
 import asyncio
 
 import pytest
-from stage import ABORT, COMMIT, JOB, now, play
+from stage import ABORT, COMMIT, JOB, now, play, until
 
-from p2pckpt.errors import PeerUnreachable
+from p2pckpt.errors import NoRoom, PeerUnreachable
 
 FOUR = ("n0", "n1", "n2", "n3")
 
@@ -63,6 +63,65 @@ def test_a_holder_whose_mover_does_not_answer_keeps_no_file_for_it():
         await asyncio.sleep(30)
         held = stage.agents["n3"].home.holdings.of_job(JOB)
         assert all(h.whole and h.attempt.step == 5 for h in held)
+
+    play(story)
+
+
+class Crowded:
+    """A node's arena beside which no manifest finds room."""
+
+    def __init__(self, arena):
+        self._arena, self.refused = arena, 0
+
+    def __getattr__(self, name):
+        return getattr(self._arena, name)
+
+    def put_document(self, name, packed):
+        if name.startswith("manifest-"):
+            self.refused += 1
+            raise NoRoom(f"{name}: needs {len(packed)} bytes, has 0")
+        self._arena.put_document(name, packed)
+
+
+def test_a_holder_without_room_for_a_manifest_keeps_no_file_for_it():
+    """Somebody else fills n3's RAM beyond what any budget counts: shards come and are whole, and
+    their manifest finds no room. The saves commit without n3, and nothing stays there for good."""
+
+    async def story(stage):
+        launch = await stage.launch("n0")
+        right = stage.agents["n3"].home.doors.arena
+        crowded = Crowded(right)
+        stage.doors_of("n3", arena=crowded)
+        await launch.saved(1, 2, 3)
+        assert crowded.refused
+        stage.doors_of("n3", arena=right)
+        await launch.saved(4, 5)
+        await asyncio.sleep(30)
+        held = stage.agents["n3"].home.holdings.of_job(JOB)
+        assert all(h.whole and h.attempt.step == 5 for h in held)
+
+    play(story)
+
+
+def test_a_restore_without_room_for_a_manifest_leaves_no_file_behind():
+    """The same where a rank's snapshot is brought for a restore: it fails, and is repeated when
+    there is room; the files of the tries before are used again, or go."""
+
+    async def story(stage):
+        launch = await stage.launch("n0")
+        await launch.saved(1)
+        launch.kill()
+        away = next(n for n in FOUR[1:] + ("n4",) if n not in stage.holders("n0", 1).values())
+        right = stage.agents[away].home.doors.arena
+        crowded = Crowded(right)
+        stage.doors_of(away, arena=crowded)
+        launch = await launch.again(away)
+        restoring = asyncio.ensure_future(launch.restore())
+        await until(lambda: crowded.refused >= 2)
+        stage.doors_of(away, arena=right)
+        assert await restoring == 1
+        slots = [h for h in stage.agents[away].home.holdings.of_job(JOB) if not h.whole]
+        assert not slots
 
     play(story)
 
