@@ -513,7 +513,8 @@ class LedgerSeen(Record, frozen=True):
 
     Another ledger id, or an older state of this one (`JobState.went_back`), is a ledger that
     forgot: the agent freezes. ``back`` says so for good, until the job's records are rebuilt: the
-    revision will catch up.
+    revision will catch up. ``replaces``: ids of ledgers that this one was rebuilt from; agents that
+    were away may still be frozen by one of them when this one is gone, too.
     """
 
     job: str
@@ -521,6 +522,7 @@ class LedgerSeen(Record, frozen=True):
     revision: int
     generation: int
     back: str = ""
+    replaces: tuple[str, ...] = ()
 
 
 class CommitCopy(Record, frozen=True):

@@ -188,7 +188,9 @@ class JobContext:
             or newest.revision < truth.revision
         ):
             generation = truth.generation.number if truth.generation else 0
-            self._remember(r.LedgerSeen(self.job, truth.ledger_id, truth.revision, generation))
+            replaces = truth.rebuilt.replaces if truth.rebuilt else ()
+            at = (truth.ledger_id, truth.revision, generation)
+            self._remember(r.LedgerSeen(self.job, *at, replaces=replaces))
         self.proves(truth.revision, asked_at)
         return truth
 

@@ -44,6 +44,9 @@ from p2pckpt.wire import pack, unpack
 OPERATIONS = 100
 """Of one transaction; etcd allows 128."""
 
+BACK_WITHIN_S = 20.0
+"""After a wipe an agent has a session again, and has renewed it twice, in less than that."""
+
 
 async def keep_copies(ctx: JobContext) -> None:
     """For ever: a copy of each commit of which this node holds bytes.
@@ -143,7 +146,8 @@ def decide_rebuild(
     for copy in listed:
         if (copy.commit.lineage, copy.commit.attempt.step) not in steps:
             copies[copy.commit.attempt] = copy
-    ids = {s.ledger_id for s in seen} | {a.ledger_id for a in copies}
+    ids = {a.ledger_id for a in copies}
+    ids |= {ledger_id for s in seen for ledger_id in (s.ledger_id, *s.replaces)}
     number = max([s.generation for s in seen] + [a.generation for a in copies]) + 1
     ordered = sorted(copies.values(), key=lambda c: c.commit.attempt.key)
     return Rebuild("", tuple(sorted(ids)), number, tuple(ordered))
@@ -152,14 +156,15 @@ def decide_rebuild(
 async def rebuild(ctx: JobContext, dry_run: bool) -> w.RebuildReply:
     """Gather, decide, and unless `dry_run` write. Raises CheckpointError if the ledger changes."""
     home = ctx.home
-    members = (await home.living()).members
-    others = [m for name, m in members.items() if name != home.node]
-    replies = await poll(ctx, w.CopiesQuery(ctx.job), w.CopiesReply, others)
-    replies[home.node] = remembered(ctx)
     try:
         await ctx.truth()
     except LedgerForgot as e:
         ctx.note("rebuild_of", why=str(e))
+    await _all_back(ctx)
+    members = (await home.living()).members
+    others = [m for name, m in members.items() if name != home.node]
+    replies = await poll(ctx, w.CopiesQuery(ctx.job), w.CopiesReply, others)
+    replies[home.node] = remembered(ctx)
     listing = await home.doors.ledger.list(ctx.keys.root)
     held, _ = await ask_all(ctx, w.HeldQuery(ctx.job))  # an older state has what was freed since
     there = {file.attempt for reply in held.values() for file in reply.files}
@@ -176,6 +181,18 @@ async def rebuild(ctx: JobContext, dry_run: bool) -> w.RebuildReply:
         generation=plan.generation,
         steps=tuple(c.commit.attempt.step for c in plan.copies),
     )
+
+
+async def _all_back(ctx: JobContext) -> None:
+    """Until every agent that can reach the ledger has a session again: who is asked by its member
+    key may be the only one with a copy. Raises LedgerUnavailable."""
+    home = ctx.home
+    until = home.now() + BACK_WITHIN_S
+    while not (home.steady and home.node in (await home.living()).members):
+        if home.now() > until:
+            why = f"{home.node} does not reach the ledger without gaps, so others may not either"
+            raise LedgerUnavailable(f"job {ctx.job}: {why}; run it again")
+        await asyncio.sleep(RETRY_S)
 
 
 def _needless(ctx: JobContext, listing: Listing, replies: Iterable[w.CopiesReply]) -> str:

@@ -250,6 +250,50 @@ def test_a_rebuild_that_one_frozen_agent_needs_is_done_from_any():
     play(story)
 
 
+def test_who_missed_two_rebuilds_goes_on_by_the_second():
+    """n4 is down while etcd is wiped and rebuilt, twice. The second ledger replaces the first one,
+    and all that the first one replaced."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1, 2)
+        await asyncio.sleep(5)
+        stage.crash("n4", keep_memory=True)
+        for step in (3, 4):
+            launch.kill()
+            await wiped(stage)
+            await asyncio.sleep(20)
+            assert (await stage.rebuild("n1")).problem == ""
+            await asyncio.sleep(15)
+            launch = await launch.again()
+            assert await launch.restore() == step - 1
+            await launch.saved(step)
+            await asyncio.sleep(5)
+        stage.start("n4")
+        await asyncio.sleep(15)
+        assert stage.agents["n4"].jobs[JOB].ctx.frozen == ""
+
+    play(story)
+
+
+def test_a_rebuild_right_after_a_wipe_waits_until_all_are_back():
+    """All that had a copy of step 1 are asked, though nobody had a session when it began."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        await asyncio.sleep(5)
+        launch.kill()
+        await wiped(stage)
+        reply = await stage.rebuild("n4")
+        assert reply.problem == ""
+        assert set(reply.answered) == set(stage.agents)
+        await asyncio.sleep(15)
+        assert await (await launch.again()).restore() == 1
+
+    play(story)
+
+
 @pytest.mark.parametrize("wait_s", [0.0, 0.3, 0.6])
 def test_a_rebuild_right_after_a_commit_keeps_it(wait_s):
     """One agent is frozen, and the others save on. The rebuild comes when step 3 is committed and
