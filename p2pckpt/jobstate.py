@@ -12,7 +12,7 @@ Contract: reading it is pure; `apply` is total: a record that cannot be decoded 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from p2pckpt import records as r
@@ -237,9 +237,17 @@ class JobState:
 
     def keep_cleaned(self, mirror: JobState) -> None:
         """A clean-up that any read has shown is not undone by a ledger that forgot it, unless that
-        went back to the job from before."""
+        went back to the job from before (`undoes`)."""
         self.cleaned |= mirror.cleaned - {self.ledger_id}
         mirror.cleaned |= self.cleaned
+
+    def undoes(self, cleaned: Container[str]) -> str:
+        """Why this is an older ledger: it has the job that was cleaned (``cleaned``: ledger ids of
+        which that was known before it was listed). Whatever went on in it would take generations
+        and steps that were given already. "" if nothing shows that."""
+        if self.ledger_id not in cleaned or self.ledger_id in self.cleaned:
+            return ""
+        return f"the ledger went back: it has the job {self.ledger_id[:8]} again, which was cleaned"
 
     def doubtful(self) -> list[str]:
         """Unreadable records without which nobody can say what is the latest step."""

@@ -168,14 +168,16 @@ class JobContext:
         """A linearizable listing. Raises LedgerUnavailable, or LedgerForgot and freezes."""
         seen = self.seen  # as of now: listings that overlap may be answered in another order
         known, asked_at = list(self.state.commits.values()), self.home.now()
+        cleaned = frozenset(self.state.cleaned)
         truth = JobState.listed(self.keys, await self.home.doors.ledger.list(self.keys.state))
+        undone = truth.undoes(cleaned)
         truth.keep_cleaned(self.state)
         same = seen is not None and seen.ledger_id == truth.ledger_id
         if same and seen is not None and (why := truth.went_back(seen, known)):
             self.freeze(why)
         if self.seen is not None and self.seen.back:  # by this, or by what was read meanwhile
             seen = self.seen
-        was, self.frozen = self.frozen, forgot(seen, truth)
+        was, self.frozen = self.frozen, undone or forgot(seen, truth)
         if self.frozen:
             if not was:
                 self._moved.set()

@@ -13,7 +13,7 @@ from stage import JOB, play, until
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.reading import hold, let_go
-from p2pckpt.errors import AgentUnreachable, CheckpointError
+from p2pckpt.errors import AgentUnreachable, CheckpointError, LedgerForgot
 
 FOUR = ("n0", "n1", "n2", "n3")
 OTHER = r.Job(owner_uid=1000, name="other").key
@@ -217,6 +217,32 @@ def test_after_a_wipe_of_etcd_a_clean_is_the_other_way_than_a_rebuild():
         for name in (*FOUR, "n4"):  # their watches are of the etcd that was
             stage.restart(name)
         launch = await stage.launch(*FOUR)
+        assert await launch.restore() is None
+        await launch.saved(1)
+
+    play(story)
+
+
+def test_a_ledger_that_was_set_back_to_before_a_clean_goes_on_with_nothing():
+    """Its generations and steps were given already, to bytes that somebody may still have: a launch
+    is refused by name until the job is cleaned once more."""
+
+    async def story(stage):
+        await ended(stage, 1, 2)
+        before, revision = stage.state().ledger_id, stage.etcd.revision
+        await cleaned(stage)
+        await asyncio.sleep(5)
+        stage.etcd.rollback(revision)
+        await asyncio.sleep(15)
+        assert stage.state().ledger_id == before
+        launch = stage.form(*FOUR)
+        with pytest.raises(LedgerForgot, match="which was cleaned"):
+            await launch.join()
+        launch.kill()
+        await asyncio.sleep(15)
+        await cleaned(stage)
+        launch = await stage.launch(*FOUR)
+        assert stage.state().ledger_id != before
         assert await launch.restore() is None
         await launch.saved(1)
 
