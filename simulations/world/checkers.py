@@ -100,7 +100,7 @@ class Checkers:
             self._give_up(who, facts["name"], "removed")
             self._shelf.take(who, facts["name"])
         elif what == "fault.ram.wipe":
-            self._shelf.wipe(who)
+            self._shelf.wipe(who, true_time())
             self._on_hit(who, None)
         elif what in ("fault.ram.flip", "fault.ram.flip_record"):
             self._on_damage(who, facts["file"], what)
@@ -253,19 +253,19 @@ class Checkers:
             self._check_bytes(other)
 
     def _check_commit(self, kept: Kept) -> None:
-        commit, found, attempt = kept.commit, self.find(kept), kept.commit.attempt
-        step, world = attempt.step, range(commit.world_size)
-        known = {rank for f in found for rank in f.share.ranks}
-        lost = sorted({rank for f in found for rank in f.lost_ranks} | (set(world) - known))
-        if lost:
-            self.object(f"step {step} committed without the bytes of ranks {lost}")
+        commit, found, step = kept.commit, self.find(kept), kept.commit.attempt.step
+        absent = set(range(commit.world_size)) - {rank for f in found for rank in f.share.ranks}
+        if lost := absent.union(*(f.lost_ranks for f in found)):  # nobody knows of the last lease
+            had = find(kept.snapshots, self._shelf.had(true_time() - LEASE_S))
+            if never := sorted(absent.union(*(f.lost_ranks for f in had))):
+                self.object(f"step {step} committed without the bytes of ranks {never}")
         kept.survives, kept.gone = min((f.survives for f in found), default=-1), bool(lost)
         recent = {node for at_s, node in self._hits if at_s > true_time() - LEASE_S}
-        unknown, spare = unknown_losses(self._damaged, attempt), max(1, commit.layout.m)
-        short = [f for f in found if f.survives + unknown[f.share.node] < spare]
+        silent, spare = unknown_losses(self._damaged, commit.attempt), max(1, commit.layout.m)
+        short = [f for f in found if f.survives + silent[f.share.node] < spare]
         if short and not recent and not lost:
             self.object(f"step {step} committed; it survives {kept.survives} losses, not {spare}")
-        lacking = {f.share.node: f.missing for f in found if not (f.full or unknown[f.share.node])}
+        lacking = {f.share.node: f.missing for f in found if not (f.full or silent[f.share.node])}
         if lacking and not recent and not commit.degraded:
             self.object(f"step {step} committed as full, and lacks {lacking}")
         for f in found if not commit.degraded else ():

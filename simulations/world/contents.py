@@ -189,6 +189,7 @@ class Shelf:
         self.nodes: dict[str, dict[str, tuple[r.FileRecord, bytearray]]] = {}
         self._order: dict[str, int] = {}
         self._places: dict[Part, dict[tuple[str, str], None]] = {}
+        self._wiped: list[tuple[float, str, Files]] = []
 
     def record(self, node: str, name: str) -> r.FileRecord | None:
         """What stands beside a file."""
@@ -211,10 +212,20 @@ class Shelf:
             if not places:
                 del self._places[_part(found[0])]
 
-    def wipe(self, node: str) -> None:
+    def wipe(self, node: str, at_s: float) -> None:
         """All files of a node are gone."""
+        self._wiped.append((at_s, node, dict(self.nodes.get(node, {}))))
         for name in list(self.nodes.get(node, ())):
             self.take(node, name)
+
+    def had(self, since_s: float) -> Shelf:
+        """All files that are there, and those of nodes that were wiped since then."""
+        self._wiped = [wiped for wiped in self._wiped if wiped[0] >= since_s]
+        out = Shelf()
+        for node, files in (*self.nodes.items(), *(wiped[1:] for wiped in self._wiped)):
+            for name, (record, image) in files.items():
+                out.put(node, name, record, image)
+        return out
 
     def of_share(
         self, attempt: r.Attempt, share: r.SealedShare

@@ -44,6 +44,9 @@ FOUND = {
     16000141: "a listing that was older than the mirror did not freeze the agent",
     17000756: "an object that was cut spoiled its whole step, though RAM had that rank",
     17001097: "a rebuilt ledger did not find a step in the store that rotted in RAM",
+    17002347: "a rebuild began before all were back, and did not replace what the last one had",
+    17002782: "a job went on in a ledger that was set back to before it was cleaned",
+    17003467: "the checker held nodes for dead that nobody could know to be",
 }
 """Seeds that found a fault: what they draw may change, then they are just seeds."""
 
