@@ -166,13 +166,16 @@ def test_a_death_is_told_once_and_only_of_the_dead(trainers):
     trainers.run(story)
 
 
-def test_a_death_is_told_also_while_a_call_is_being_answered(trainers):
+def test_a_death_is_told_when_what_the_dead_had_asked_is_ended(trainers):
     async def story(rig):
-        arrived = asyncio.Event()
+        arrived, ended = asyncio.Event(), asyncio.Event()
 
         async def wait(trainer, request):
             arrived.set()
-            await asyncio.sleep(5)
+            try:
+                await asyncio.sleep(5)
+            finally:
+                ended.set()
             return ask()
 
         handler = Handler(wait)
@@ -182,6 +185,7 @@ def test_a_death_is_told_also_while_a_call_is_being_answered(trainers):
         await asyncio.wait_for(arrived.wait(), 20)
         await trainer.kill()
         assert (await asyncio.wait_for(handler.gone.get(), 4)).pid == trainer.id.pid
+        assert ended.is_set()
         call.cancel()
         await asyncio.wait((call,))
 

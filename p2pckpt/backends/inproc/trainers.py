@@ -7,7 +7,8 @@ Contract. A trainer sees only the files that a reply handed to it (`wire.file_of
 them as descriptors: they outlive the agent and the file's name. Requests and replies pass through
 the wire format. An error of `errors` in the handler reaches `call` as the same class; with no agent
 there, or one that dies during the call, it is AgentUnreachable. `on_gone` comes for each trainer
-that called this start of the agent and then died; a dead trainer calls and writes no more.
+that called this start of the agent and then died, when what it had asked for is ended; a dead
+trainer calls and writes no more.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ Log = Callable[[str, dict[str, Any]], None]
 
 _WAY_S = 50e-6
 """One way over a Unix socket."""
+
+_END_S = 10.0
+"""A request of a dead trainer that has not ended by then is not waited for."""
 
 
 class TrainerSocket:
@@ -80,11 +84,13 @@ class FakeTrainer:
         self.alive = True
         self._socket = socket
         self._files: dict[str, bytearray] = {}
+        self._asked: set[asyncio.Task[Record]] = set()
 
     async def call(self, request: Record) -> Record:
         """Ask the node's agent. Raises what it answered with Failed, or AgentUnreachable."""
         self._check_alive()
         await asyncio.sleep(_WAY_S)
+        self._check_alive()
         socket, handler = self._socket, self._socket.handler
         if handler is None:
             raise AgentUnreachable(f"node {socket.node}: no agent answers its trainers")
@@ -95,7 +101,10 @@ class FakeTrainer:
             handler.on_call(self.id, wire.unpack_any(wire.pack(request))),
             f"{socket.node} answers trainer {self.id.pid}",
         )
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
         await asyncio.wait((task,))
+        self._check_alive()
         if task.cancelled():
             raise AgentUnreachable(f"node {socket.node}: its agent died during the call")
         reply = _reply(task)
@@ -128,7 +137,15 @@ class FakeTrainer:
         socket.log("fault.trainer.kill", {"pid": self.id.pid})
         if handler is not None and self.id in socket.callers and not host_lost:
             socket.callers.remove(self.id)
-            socket.start(handler.on_gone(self.id), f"{socket.node} lost trainer {self.id.pid}")
+            socket.start(self._tell(handler), f"{socket.node} lost trainer {self.id.pid}")
+
+    async def _tell(self, handler: TrainerHandler) -> None:
+        """End what the dead process asked for, then say that it is gone."""
+        for task in (asked := list(self._asked)):
+            task.cancel()
+        if asked:
+            await asyncio.wait(asked, timeout=_END_S)
+        await handler.on_gone(self.id)
 
     def _check_alive(self) -> None:
         if not self.alive:
