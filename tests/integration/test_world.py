@@ -47,6 +47,8 @@ FOUND = {
     17002347: "a rebuild began before all were back, and did not replace what the last one had",
     17002782: "a job went on in a ledger that was set back to before it was cleaned",
     17003467: "the checker held nodes for dead that nobody could know to be",
+    17003001: "the fake told a death while the dead one's request went on",
+    17004078: "a repair gave a shard to a host that had not said what it has",
 }
 """Seeds that found a fault: what they draw may change, then they are just seeds."""
 
