@@ -235,6 +235,13 @@ class JobState:
             return f"generation {self.generation.number} began"
         return ""
 
+    def as_seen(self) -> r.LedgerSeen:
+        """What an agent that knows this much remembers of the ledger."""
+        generation = self.generation.number if self.generation else 0
+        replaces = self.rebuilt.replaces if self.rebuilt else ()
+        at = (self.keys.job, self.ledger_id, self.revision, generation)
+        return r.LedgerSeen(*at, replaces=replaces)
+
     def keep_cleaned(self, mirror: JobState) -> None:
         """A clean-up that any read has shown is not undone by a ledger that forgot it, unless that
         went back to the job from before (`undoes`)."""

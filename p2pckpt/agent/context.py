@@ -141,6 +141,10 @@ class JobContext:
         async for changes in watch:
             if changes:
                 self.state.apply_all(changes)
+                if self.seen is None and self.state.ledger_id not in {"", *self.state.cleaned}:
+                    self._remember(
+                        self.state.as_seen()
+                    )  # who only watches also freezes if it is gone
                 if self.state.being_rebuilt:
                     await self.refresh()  # freezes until it is whole
                 self.waiting.look()
@@ -189,10 +193,7 @@ class JobContext:
             or newest.ledger_id != truth.ledger_id
             or newest.revision < truth.revision
         ):
-            generation = truth.generation.number if truth.generation else 0
-            replaces = truth.rebuilt.replaces if truth.rebuilt else ()
-            at = (truth.ledger_id, truth.revision, generation)
-            self._remember(r.LedgerSeen(self.job, *at, replaces=replaces))
+            self._remember(truth.as_seen())
         self.proves(truth.revision, asked_at)
         return truth
 

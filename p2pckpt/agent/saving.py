@@ -27,6 +27,7 @@ from p2pckpt.agent.readying import prepare_files
 from p2pckpt.agent.settling import hand_in_share, settle
 from p2pckpt.errors import (
     CheckpointError,
+    LedgerForgot,
     NoRoom,
     SaveAborted,
     StaleGenerationError,
@@ -235,7 +236,8 @@ class Saving:
     def _own(self, ordinal: int, step: int) -> OwnAttempt:
         ctx, generation = self.ctx, self.ctx.state.generation
         if generation is None or ctx.roster is None:
-            raise UsageError(f"job {ctx.job} has no generation: join first")
+            why = "the generation that its ranks joined is gone from the ledger"
+            raise LedgerForgot(f"job {ctx.job}: {why}; see `p2pckpt ledger rebuild`")
         found = ctx.roster.find(ctx.home.node)
         attempt = r.Attempt(
             ledger_id=ctx.state.ledger_id,

@@ -250,6 +250,27 @@ def test_a_rebuild_that_one_frozen_agent_needs_is_done_from_any():
     play(story)
 
 
+def test_a_job_that_was_cleaned_before_is_remembered_by_its_next_ledger():
+    """After a clean nobody has any ledger in mind; the next launch makes one. When it is wiped, all
+    freeze, also who has only watched."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        await launch.saved(1)
+        launch.kill()
+        await asyncio.sleep(15)
+        reply = await stage.nodes["n3"].trainer().call(w.CleanCall(JOB, dry_run=False))
+        assert (reply.problem, reply.left) == ("", ())
+        await asyncio.sleep(15)
+        await stage.launch(*THREE)
+        await wiped(stage)
+        await asyncio.sleep(5)
+        frozen = {name: bool(agent.jobs[JOB].ctx.frozen) for name, agent in stage.agents.items()}
+        assert frozen == dict.fromkeys(stage.agents, True)
+
+    play(story)
+
+
 def test_who_missed_two_rebuilds_goes_on_by_the_second():
     """n4 is down while etcd is wiped and rebuilt, twice. The second ledger replaces the first one,
     and all that the first one replaced."""
