@@ -33,7 +33,7 @@ from simulations.world.contents import (
     content,
     find,
     gains,
-    in_store,
+    lost_ranks,
     unknown_losses,
     whole_files,
 )
@@ -66,8 +66,7 @@ class Checkers:
         """Nodes that are there; the world's own list."""
         self.commits = 0
         self.rebuilt_as = ""
-        """Generation of the last rebuild of the ledger: older attempts that did not commit are
-        nobody's, and are kept for ever, as the agents cannot know that they did not."""
+        """Generation of the last rebuild: nobody knows of older attempts if they committed."""
         self.offloaded: dict[str, r.Offloaded] = {}
         self.saved: set[tuple[str, str]] = set()
         """(ledger id, attempt key) of every commit there ever was."""
@@ -156,7 +155,9 @@ class Checkers:
         if attempt.job != self.keys.job or over:
             return
         newest = max(self._generation, self._began.get(attempt.ledger_id, 0))
-        if self._kept(attempt) is not None or attempt.generation >= newest:
+        if (kept := self._kept(attempt)) is not None and kept.undone and node not in kept.members:
+            kept.hit[node] = None
+        elif self._kept(attempt) is not None or attempt.generation >= newest:
             self.object(f"{node}: {file} of open or committed {attempt.key} was {how}")
 
     def _on_damage(self, node: str, file: str, what: str) -> None:
@@ -214,7 +215,10 @@ class Checkers:
                 self._saw(attempt, Life.RETIRED)
         elif key.startswith(keys.outcomes):
             outcome = unpack(value, r.Outcome)
-            if outcome.verdict is r.Verdict.ABORT:
+            kept = self._kept(outcome.attempt)
+            if kept is not None:  # no record of it stands, if the ledger was set back
+                kept.undone = self.cluster.etcd.get(keys.commit(*kept.at)) is None
+            if outcome.verdict is r.Verdict.ABORT and not (kept and kept.undone):
                 self._ended.add(outcome.attempt.key)
                 self._saw(outcome.attempt, Life.ABANDONED)
         elif key.startswith(keys.cleanings):
@@ -247,7 +251,9 @@ class Checkers:
         shares = [s for _, part in sorted(self._shares.get(attempt, {}).items()) for s in part]
         writer = self.told.started.get((attempt.ledger_id, attempt.generation), ("", None))[0]
         snapshots = Snapshots(attempt, commit.layout, writer, tuple(shares))
-        kept = self.kept[attempt.key] = self.tip = Kept(commit, snapshots, true_time())
+        members = (e.key[len(r.MEMBERS) :] for e in self.cluster.etcd.list(r.MEMBERS).entries)
+        kept = Kept(commit, snapshots, true_time(), members=frozenset(members))
+        self.kept[attempt.key] = self.tip = kept
         self._check_commit(kept)
         for other in self.kept.values():
             self._check_bytes(other)
@@ -341,14 +347,8 @@ class Checkers:
 
     def lost_ranks(self, kept: Kept, without: Iterable[str] = ()) -> list[int]:
         """Ranks whose right bytes cannot be had from memory, nor from the object store."""
-        attempt, bucket = kept.commit.attempt, self.cluster.bucket
-        lost = [rank for f in self.find(kept, without) for rank in f.lost_ranks]
-        stored = self.offloaded.get(attempt.key)
-        if lost and bucket is not None and stored and in_store(stored, kept, lost, bucket.objects):
-            whole = set(bucket.objects.values())
-            wanted = {k: content(k, attempt.step, kept.snapshots.writer) for k in lost}
-            lost = [rank for rank in lost if wanted[rank] not in whole]
-        return sorted(lost)
+        bucket, stored = self.cluster.bucket, self.offloaded.get(kept.commit.attempt.key)
+        return lost_ranks(kept, self.find(kept, without), stored, bucket.objects if bucket else {})
 
     def files_of(self, kept: Kept, owner: str) -> list[tuple[str, str, int]]:
         """Node, name and length of every WHOLE file that has a part of one share of a commit."""
@@ -368,7 +368,7 @@ class Checkers:
 
     def forgotten(self) -> None:
         """The ledger was lost, and nobody remembers any commit: then no memory has one whole."""
-        if steps := [k.commit.attempt.step for k in self.kept.values() if self.survives(k) >= 0]:
+        if steps := [k.at[1] for k in self.kept.values() if self.survives(k) >= 0]:
             self.object(f"the ledger was lost, and nobody has a copy of steps {steps}")
 
     def refused_for_good(self) -> str:
@@ -385,9 +385,8 @@ class Checkers:
         """Is there an older step of the present lineage that can be had?"""
         if (tip := self.tip) is None:
             return False
-        lineage, step = tip.commit.lineage, tip.commit.attempt.step
-        same = (k for k in self.kept.values() if k.commit.lineage == lineage)
-        return any(k.commit.attempt.step < step and not self.lost_ranks(k) for k in same)
+        same = (k for k in self.kept.values() if k.commit.lineage == tip.commit.lineage)
+        return any(k.at[1] < tip.at[1] and not self.lost_ranks(k) for k in same)
 
     def at_end(self) -> None:
         """Once more, all that stands."""

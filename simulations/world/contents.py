@@ -128,6 +128,15 @@ class Kept:
     gone: bool = False
     weakest: r.SealedShare | None = None
     """The share that could lose the least, when last looked at all."""
+    members: frozenset[str] = frozenset()
+    """Nodes that had a session when it was committed: it rests on theirs."""
+    undone: bool = False
+    """Given up by nodes that never heard of it, in a ledger that was set back to before it."""
+
+    @property
+    def at(self) -> tuple[str, int]:
+        """Lineage and step."""
+        return self.commit.lineage, self.commit.attempt.step
 
 
 @dataclass
@@ -284,6 +293,17 @@ def in_store(
     shares = (s for s in kept.snapshots.shares if not set(ranks).isdisjoint(s.ranks))
     wanted = {offloaded.manifest_digest, *(s.manifest_digest for s in shares)}
     return wanted <= {hashlib.sha256(data).hexdigest() for data in objects.values()}
+
+
+def lost_ranks(
+    kept: Kept, found: Iterable[Found], stored: r.Offloaded | None, objects: Mapping[str, bytes]
+) -> list[int]:
+    """Ranks whose right bytes neither memory has (``found``) nor the object store."""
+    lost = [rank for f in found for rank in f.lost_ranks]
+    if lost and stored is not None and in_store(stored, kept, lost, objects):
+        step, writer, whole = kept.commit.attempt.step, kept.snapshots.writer, {*objects.values()}
+        lost = [rank for rank in lost if content(rank, step, writer) not in whole]
+    return sorted(lost)
 
 
 def gains(kept: Kept, record: r.FileRecord, shelf: Shelf) -> Found | None:

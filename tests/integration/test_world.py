@@ -49,6 +49,8 @@ FOUND = {
     17003467: "the checker held nodes for dead that nobody could know to be",
     17003001: "the fake told a death while the dead one's request went on",
     17004078: "a repair gave a shard to a host that had not said what it has",
+    17003594: "who only watched did not notice that the ledger was wiped",
+    18000200: "the checker held the abort of a commit that was set back for one that stands",
 }
 """Seeds that found a fault: what they draw may change, then they are just seeds."""
 
