@@ -252,25 +252,25 @@ async def slow_node(world: HasWorld, node: FakeNode, fault: Fault) -> None:
 
 
 async def flip_memory(_world: HasWorld, node: FakeNode, fault: Fault) -> None:
-    """One bit of one RAM file turns around; not of a snapshot that a rank is writing: what turns
-    before the agent takes its checksums is part of it, as in the training's own memory."""
+    """One bit of one RAM file turns around; not of a snapshot without a manifest: what turns before
+    the agent takes its checksums is part of it, as in the training's own memory."""
     files = sorted(name for name, image in node.store.files.items() if len(image) > 0)
-    files = [name for name in files if not _is_written(node.store.records.get(name))]
+    files = [name for name in files if not _is_unproven(node.store.records.get(name))]
     if files:
         rng = Random(fault.chance)
         file = rng.choice(files)
         node.store.flip(file, rng.randrange(len(node.store.files[file])), rng.randrange(8))
 
 
-def _is_written(packed: bytes | None) -> bool:
-    """Is this the record of a slot that a rank may be writing?"""
+def _is_unproven(packed: bytes | None) -> bool:
+    """Is this the record of a slot that a rank or an encoder may be at?"""
     if packed is None:
         return False
     try:
         record = unpack(packed, r.FileRecord)
     except FormatError:
         return True
-    return record.kind is r.FileKind.SLOT and record.state is r.FileState.FILLING
+    return record.kind is r.FileKind.SLOT and not record.manifest_digest
 
 
 async def flip_record(_world: HasWorld, node: FakeNode, fault: Fault) -> None:
