@@ -203,7 +203,7 @@ class Saving:
                 sealed, manifest = await save_share(
                     slots,
                     self._origin(attempt, roster),
-                    await self._crew(roster),
+                    lambda: self._crew(roster),
                     lambda size: self._stage(attempt, size, stages),
                     ctx.home.doors,
                     ctx.home.config,

@@ -52,15 +52,16 @@ class Origin:
 async def save_share(
     slots: Sequence[OwnSlot],
     origin: Origin,
-    crew: Crew,
+    crew: Callable[[], Awaitable[Crew]],
     stage: Callable[[int], Awaitable[Region]],
     doors: Doors,
     config: Config,
 ) -> tuple[r.SealedShare, r.Manifest]:
-    """Encode, send and seal. ``stage(bytes)`` gives a staging region. Raises CheckpointError."""
+    """Encode, send and seal. ``stage(bytes)`` gives a staging region; ``crew()`` is asked when the
+    checksums are taken, as it may have to wait for the ledger. Raises CheckpointError."""
     share = await encode(sorted(slots, key=lambda s: s.rank), origin, stage, doors, config)
     doors.notes("encoded", {"attempt": origin.attempt.key, "bytes": share.snapshot_bytes})
-    sent = await send_share(share, crew, doors, config)
+    sent = await send_share(share, await crew(), doors, config)
     facts = {"attempt": origin.attempt.key, "placed": sent.placement.reason}
     doors.notes("sent", {**facts, "holders": list(sent.holders)})
     sent.check(origin.node, origin.layout, spare_of(origin.layout, config.min_spare))
