@@ -156,6 +156,7 @@ def test_a_reader_that_a_ledger_set_back_has_again_keeps_nothing():
 
         async def held():
             attempt = stage.state().latest().attempt
+            await until(lambda: ctx.state.committed(attempt) is not None)
             await hold(ctx, attempt, ".77")
             await launch.saved(*range(attempt.step + 1, attempt.step + 1 + keep_last))
             return attempt
