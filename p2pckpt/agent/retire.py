@@ -206,16 +206,20 @@ def sweep_txns(state: JobState, needless: tuple[str, ...]) -> list[Txn]:
     return [Txn(fence, (), needless[at : at + OPERATIONS]) for at in starts]
 
 
+NOBODY = ("", 0)
+"""No generation that this node leads, or has swept."""
+
+
 async def retire(ctx: JobContext) -> None:
     """For ever: retire what is due, then trim; rank 0's agent at once, others if it does not.
 
     The sweep is rank 0's agent's alone: it reads all of the job, and the next generation's sweep
     finds what this one left.
     """
-    swept, judged = 0, _Judged(ctx)
+    swept, judged = NOBODY, _Judged(ctx)
 
     def wanted() -> bool:
-        if not (led := _led(ctx)):
+        if (led := _led(ctx)) == NOBODY:
             return judged.perhaps()
         crowded = len(ctx.state.outcomes) > 2 * RECENT_OUTCOMES
         return crowded or bool(judged.due()) or led != swept
@@ -223,12 +227,12 @@ async def retire(ctx: JobContext) -> None:
     while True:
         await ctx.until(wanted, None)
         led = _led(ctx)
-        if led:
+        if led != NOBODY:
             await asyncio.sleep(ctx.news_s())  # the outcome goes before what follows from it
         elif await _somebody_did(ctx, judged):
             continue
         try:
-            if led not in (0, swept) and await _sweep(ctx):
+            if led not in (NOBODY, swept) and await _sweep(ctx):
                 swept = led
             await _retire_due(ctx)
         except (LedgerForgot, LedgerUnavailable, StaleGenerationError) as e:
@@ -298,11 +302,13 @@ class _Judged:
         return self._found
 
 
-def _led(ctx: JobContext) -> int:
-    """The present generation's number if this node has its rank 0, else 0."""
+def _led(ctx: JobContext) -> tuple[str, int]:
+    """The present generation, which another ledger of the job may have the number of, if this node
+    has its rank 0; else NOBODY."""
     roster, number = ctx.roster, _number(ctx.state)
     current = roster is not None and roster.generation.number == number
-    return number if current and roster and roster.leads(ctx.home.node) else 0
+    led = current and roster and roster.leads(ctx.home.node)
+    return (ctx.state.ledger_id, number) if led else NOBODY
 
 
 def _number(state: JobState) -> int:

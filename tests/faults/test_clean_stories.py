@@ -14,6 +14,7 @@ from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.reading import hold, let_go
 from p2pckpt.errors import AgentUnreachable, CheckpointError, LedgerForgot
+from p2pckpt.ports import Put, Txn
 
 FOUR = ("n0", "n1", "n2", "n3")
 OTHER = r.Job(owner_uid=1000, name="other").key
@@ -98,6 +99,22 @@ def test_repair_works_in_the_second_life_of_a_name(seed):
         assert await launch.restore() == 1
 
     play(story, seed=seed, nodes=6)
+
+
+def test_the_second_life_of_a_name_is_swept_like_the_first():
+    """Seed 19000009. Its first generation has the number that one before the clean had: rosters of
+    launches that came to nothing go all the same."""
+
+    async def story(stage):
+        await ended(stage, 1)
+        await cleaned(stage)
+        stray = f"{KEYS.root}roster/stray/0000"
+        stage.etcd.apply("other", Txn(puts=(Put(stray, b"-"),)))
+        launch = await stage.launch(*FOUR)
+        assert launch.generation == 1
+        await until(lambda: stage.etcd.get(stray) is None)
+
+    play(story)
 
 
 def test_living_trainers_and_forming_launches_are_not_cleaned_away():

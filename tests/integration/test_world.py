@@ -51,6 +51,7 @@ FOUND = {
     17004078: "a repair gave a shard to a host that had not said what it has",
     17003594: "who only watched did not notice that the ledger was wiped",
     18000200: "the checker held the abort of a commit that was set back for one that stands",
+    19000009: "the first generation after a clean was not swept, as one of its number had been",
 }
 """Seeds that found a fault: what they draw may change, then they are just seeds."""
 
