@@ -246,12 +246,12 @@ class Launches:
             config.lease_s + config.lost_grace_s,
         )
         if waited.launch_s >= config.lease_s and not launch.asked:
-            launch.asked = True
             living = (await ctx.home.living()).members
             named = [
                 living[node] for node in sorted(reports) if node in living and reports[node].ranks
             ]
-            await poll(ctx, w.LookAtOwn(ctx.job), w.Accepted, named)
+            heard = await poll(ctx, w.LookAtOwn(ctx.job), w.Accepted, named)
+            launch.asked = len(heard) == len(named)
         ruling = decide_install(joins, roster, reports, waited)
         launch.reason, launch.looked_at = ruling.reason, now
         if roster is not None:  # and no trainer of it came back after the reports were read
