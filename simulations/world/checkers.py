@@ -104,7 +104,7 @@ class Checkers:
         elif what in ("fault.ram.flip", "fault.ram.flip_record"):
             self._on_damage(who, facts["file"], what)
         elif what == "fault.net.late_write":
-            self._on_hit(facts["to"].rpartition("/")[0], None)
+            self._on_damage(facts["to"].rpartition("/")[0], facts["file"], what)
         elif what in ("fault.ledger.wipe", "fault.ledger.rollback"):
             self._seen = self.cluster.etcd.revision
         elif what == "note.rebuilt" and facts["job"] == self.keys.job:

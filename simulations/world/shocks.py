@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
+from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.backends.inproc.cluster import FakeNode
-from p2pckpt.errors import CheckpointError
+from p2pckpt.errors import AgentUnreachable, CheckpointError
 from simulations.world.failures import Fault, HasWorld, Strike
 
 REBUILD_TRIES = 40
@@ -183,7 +184,7 @@ async def _rebuild(world: HasWorld, fault: Fault) -> None:
         for job in list(left):
             node = world.cluster.nodes[world.living[attempt % len(world.living)]]
             try:
-                reply = await node.trainer().call(w.RebuildCall(job))
+                reply = await _asked(node, w.RebuildCall(job))
             except CheckpointError as e:
                 world.cluster.log.add("operator", "rebuild.later", {"job": job, "why": repr(e)})
                 continue
@@ -200,6 +201,17 @@ async def _rebuild(world: HasWorld, fault: Fault) -> None:
         await asyncio.sleep(2.0)
 
 
+async def _asked(node: FakeNode, request: r.Record) -> r.Record:
+    """What a command of the operator there is answered; nothing if the machine is lost."""
+    command = node.trainer()
+    try:
+        return await command.call(request)
+    except asyncio.CancelledError:
+        if command.alive:
+            raise
+        raise AgentUnreachable(f"node {node.name}: lost, with the command that ran there") from None
+
+
 async def _clean(world: HasWorld, node: FakeNode, job: str) -> bool:
     """The job had not committed anything: `p2pckpt job clean`, while no trainer lives. False: it
     was refused, as it is not known yet that none does, or that its joins are gone."""
@@ -208,7 +220,7 @@ async def _clean(world: HasWorld, node: FakeNode, job: str) -> bool:
             launcher.checkers.forgotten()
             launcher.end()
     try:
-        reply = await node.trainer().call(w.CleanCall(job, dry_run=False))
+        reply = await _asked(node, w.CleanCall(job, dry_run=False))
     except CheckpointError as e:
         world.cluster.log.add("operator", "clean.failed", {"job": job, "why": repr(e)})
         return False

@@ -158,6 +158,14 @@ def config(options: Options) -> Config:
     )
 
 
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Wait for a fault. One that was broken off is an error: nobody would wait for the others."""
+    await asyncio.wait((task,))
+    if task.cancelled():
+        raise RuntimeError(f"{task.get_name()} was broken off")
+    task.result()
+
+
 class World:
     """The nodes with their agents, the launchers with their ranks, the plan of faults."""
 
@@ -319,9 +327,9 @@ class World:
             await asyncio.sleep(max(0.0, fault.at_s - loop.time()))
             running.append(asyncio.create_task(self._strike(fault), name=f"fault {fault.what}"))
             if not (options.overlap or options.absences):
-                await running[-1]
+                await _ended(running[-1])
         for task in running:
-            await task
+            await _ended(task)
         await asyncio.sleep(CALM_AFTER_S)
         self.calm_since = loop.time()
 

@@ -29,8 +29,14 @@ class _Grant:
     """`ports.Expected`: the receiver's side of a transfer."""
 
     def __init__(
-        self, nonce: str, target: memoryview, traffic: Traffic, forget: Callable[[str], None]
+        self,
+        nonce: str,
+        file: str,
+        target: memoryview,
+        traffic: Traffic,
+        forget: Callable[[str], None],
     ) -> None:
+        self.file = file
         self.target = target
         self.traffic = traffic
         self.taken = False
@@ -102,7 +108,8 @@ class TransportDoor:
     ) -> Expected:
         """Grant a write of the whole region to whoever shows the nonce."""
         nonce = f"{self._net.rng.getrandbits(128):032x}"
-        self.grants[nonce] = grant = _Grant(nonce, self._view(region), traffic, self._forget)
+        target = self._view(region)
+        self.grants[nonce] = grant = _Grant(nonce, region.file, target, traffic, self._forget)
         return grant
 
     def limit(self, rates: Rates) -> None:
@@ -231,7 +238,7 @@ class _Flow:
                 await self._answer(Refused(f"{self._address}: grant {self._nonce} was cancelled"))
                 return
             if grant.cancelled:
-                self._log("fault.net.late_write", piece)
+                self._log("fault.net.late_write", piece, file=grant.file)
             grant.write(offset, net.flipped(piece))
             offset += size
         self._log("transfer.arrived", source)
@@ -258,6 +265,6 @@ class _Flow:
         if not self._left.done():
             self._left.set_result(error)
 
-    def _log(self, what: str, content: memoryview | bytes) -> None:
+    def _log(self, what: str, content: memoryview | bytes, **more: str) -> None:
         facts = {"to": self._address, "bytes": len(content), "crc32c": f"{crc32c(content):08x}"}
-        self._net.log(self._node, what, {**facts, "nonce": self._nonce})
+        self._net.log(self._node, what, {**facts, "nonce": self._nonce, **more})
