@@ -142,9 +142,7 @@ class JobContext:
             if changes:
                 self.state.apply_all(changes)
                 if self.seen is None and self.state.ledger_id not in {"", *self.state.cleaned}:
-                    self._remember(
-                        self.state.as_seen()
-                    )  # who only watches also freezes if it is gone
+                    self._remember(self.state.as_seen())  # who only watches freezes, too
                 if self.state.being_rebuilt:
                     await self.refresh()  # freezes until it is whole
                 self.waiting.look()
@@ -184,15 +182,11 @@ class JobContext:
         was, self.frozen = self.frozen, undone or forgot(seen, truth)
         if self.frozen:
             if not was:
-                self._moved.set()
-                self.note("frozen", why=self.frozen)
+                self._froze(older=not truth.being_rebuilt)
             raise LedgerForgot(f"job {self.job}: {self.frozen}; see `p2pckpt ledger rebuild`")
-        newest = self.seen
-        if truth.ledger_id and (
-            newest is None
-            or newest.ledger_id != truth.ledger_id
-            or newest.revision < truth.revision
-        ):
+        same = self.seen is not None and self.seen.ledger_id == truth.ledger_id
+        at = self.seen.revision if self.seen is not None and same else -1
+        if truth.ledger_id and at < truth.revision:
             self._remember(truth.as_seen())
         self.proves(truth.revision, asked_at)
         return truth
@@ -208,14 +202,19 @@ class JobContext:
             self._remember(structs.replace(seen, revision=revision, generation=number))
 
     def freeze(self, why: str) -> None:
-        """The ledger is older than before: freeze, beyond a restart. Joins and reports of the dead
-        may stand again under the session's lease, so that ends."""
+        """The ledger is older than before: freeze, beyond a restart."""
         if self.seen is not None and not self.seen.back:
-            self.home.session = None
             self.frozen = f"the ledger went back: {why}"
-            self._moved.set()  # the watch waits for revisions that may never come again
+            self._froze(older=True)
             self._remember(structs.replace(self.seen, back=self.frozen))
-            self.note("frozen", why=self.frozen)
+
+    def _froze(self, older: bool) -> None:
+        """In an ``older`` ledger joins and reports of the dead may stand again under the session's
+        lease, so that ends."""
+        if older:
+            self.home.session = None
+        self._moved.set()  # the watch waits for revisions that may never come again
+        self.note("frozen", why=self.frozen)
 
     def _remember(self, seen: r.LedgerSeen) -> None:
         """Beside the bytes, for the next agent of this store."""

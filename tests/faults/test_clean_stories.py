@@ -266,6 +266,31 @@ def test_a_ledger_that_was_set_back_to_before_a_clean_goes_on_with_nothing():
     play(story)
 
 
+def test_joins_of_a_launch_from_before_a_clean_do_not_outlive_a_set_back():
+    """They stand again under sessions that live, of trainers that were dead before the clean."""
+
+    async def story(stage):
+        launch = await stage.launch(*FOUR)
+        await launch.restore()
+        await launch.saved(1)
+        assert "live on n" in (await clean(stage, "n4")).problem
+        revision = stage.etcd.revision
+        launch.kill()
+        await asyncio.sleep(2)
+        await cleaned(stage)
+        lost = stage.etcd.revision - revision
+        stage.etcd.rollback(revision)
+        for i in range(lost + 1):  # others write as much, before anybody looks
+            stage.etcd.apply("other", Txn(puts=(Put(f"other/{i}", b""),)))
+        await asyncio.sleep(30)
+        await cleaned(stage)
+        launch = await stage.launch(*FOUR)
+        assert await launch.restore() is None
+        await launch.saved(1)
+
+    play(story)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_cleaning_under_lost_answers(seed):
     """Every agent's answers of the ledger get lost now and then; a person tries again."""

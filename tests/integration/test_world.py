@@ -52,6 +52,9 @@ FOUND = {
     17003594: "who only watched did not notice that the ledger was wiped",
     18000200: "the checker held the abort of a commit that was set back for one that stands",
     19000009: "the first generation after a clean was not swept, as one of its number had been",
+    20000485: "the world waited for a fault whose operator was lost with a machine",
+    20000695: "the checker did not know which file a late write had hit",
+    20001234: "joins of the dead were back under living sessions, and no clean was possible",
 }
 """Seeds that found a fault: what they draw may change, then they are just seeds."""
 
