@@ -59,6 +59,8 @@ async def _open(home: Home) -> None:
         transport_address=home.doors.transport.address,
     )
     session = await home.doors.membership.open(member, home.config.lease_s)
-    home.member, home.session = member, session
+    # A drain may have been asked for, or ended, while the ledger was waited for.
+    home.member = structs.replace(member, draining=home.member.draining)
+    home.session = session
     home.kept(asked_at, anew=True)
     home.doors.notes("session", {"node": home.node, "revision": session.revision})

@@ -250,6 +250,32 @@ def test_the_flag_outlives_the_lease_but_not_the_agent():
     play(story, nodes=6)
 
 
+def test_a_drain_asked_for_while_a_session_opens_is_not_forgotten():
+    """Else it would say that it is done, with shards that are nowhere else."""
+
+    async def story(stage):
+        launch = await stage.launch(*RANKS)
+        await launch.saved(1)
+        membership = stage.agents["n3"].home.doors.membership
+        opens = membership.open
+
+        async def late(member, ttl_s):
+            session = await opens(member, ttl_s)
+            assert (await ask(stage, "n3", True, "n3")).draining
+            return session
+
+        membership.open = late
+        stage.cut_off("n3")
+        await asyncio.sleep(20)
+        stage.cluster.heal()
+        await until(lambda: flags(stage) == {"n3"}, LATE_S)
+        assert (await ask(stage, "n3")).draining
+        assert (await drain(stage, "n3")).done
+        assert not only_on(stage, "n3", 1)
+
+    play(story, nodes=6)
+
+
 def test_two_nodes_at_once_do_not_hand_each_other_their_shards():
     async def story(stage):
         launch = await stage.launch(*RANKS)
