@@ -122,6 +122,8 @@ class Draining:
             self._looked, self.lacking = False, []
             home.doors.notes("drain", {"node": home.node, "begins": call.draining})
             self._asked.set()
+        if not self._is_told():  # by a session that is over: nobody else would tell of it again
+            self._asked.set()
         settled = self._looked and self._is_told() and not self.waiting
         return w.DrainReply(
             node=home.node,

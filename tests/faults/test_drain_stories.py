@@ -276,6 +276,24 @@ def test_a_drain_asked_for_while_a_session_opens_is_not_forgotten():
     play(story, nodes=6)
 
 
+def test_a_cancel_is_done_in_the_next_session_as_well():
+    async def story(stage):
+        await (await stage.launch(*RANKS)).saved(1)
+        await ask(stage, "n3", True)
+        await until(lambda: flags(stage) == {"n3"})
+        await ask(stage, "n3", False)
+        await until(lambda: flags(stage) == set())
+        stage.cut_off("n3")
+        await asyncio.sleep(20)
+        stage.cluster.heal()
+        await asyncio.sleep(LATE_S)
+        await ask(stage, "n3", False)
+        await asyncio.sleep(5)
+        assert (await ask(stage, "n3")).done
+
+    play(story, nodes=6)
+
+
 def test_two_nodes_at_once_do_not_hand_each_other_their_shards():
     async def story(stage):
         launch = await stage.launch(*RANKS)
