@@ -251,7 +251,7 @@ def test_the_flag_outlives_the_lease_but_not_the_agent():
 
 
 def test_a_drain_asked_for_while_a_session_opens_is_not_forgotten():
-    """Else it would say that it is done, with shards that are nowhere else."""
+    """Else it would say that it is done, and nobody would know of the drain."""
 
     async def story(stage):
         launch = await stage.launch(*RANKS)
