@@ -283,7 +283,8 @@ class Repairing:
                 for n in nodes
                 if n in members
             }
-            placed = [await self._put(share, index, crew, used) for index in sorted(missing)]
+            failed = set[str]()
+            placed = [await self._put(share, i, crew, used, failed) for i in sorted(missing)]
             ctx.note(
                 "repaired",
                 attempt=attempt.key,
@@ -300,9 +301,12 @@ class Repairing:
     def _spread(self) -> tuple[tuple[str, bool], ...]:
         return tuple((level, False) for level, _ in self.ctx.home.config.spread_levels)
 
-    async def _put(self, share: EncodedShare, index: int, crew: Crew, used: set[str]) -> bool:
-        """One shard on the best node that has none yet; the next one if it fails."""
-        ctx, failed = self.ctx, set[str]()
+    async def _put(
+        self, share: EncodedShare, index: int, crew: Crew, used: set[str], failed: set[str]
+    ) -> bool:
+        """One shard on the best node that has none yet; the next one if it fails. Who failed gets
+        no other one of this share, either: it may have that shard, and only its answer is lost."""
+        ctx = self.ctx
         while (node := substitute(crew, ctx.home.node, used, failed)) is not None:
             try:
                 await restore_first(ctx)

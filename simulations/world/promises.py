@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from p2pckpt import records as r
 from p2pckpt.backends.inproc.cluster import FakeCluster
 from p2pckpt.backends.inproc.net import true_time
+from p2pckpt.wire import unpack
 from simulations.world.contents import Found, Kept, content
 
 GONE: tuple[str, ...] = (
@@ -160,11 +161,17 @@ class Promises:
         most, allowed = max(map(racks.count, judged), default=0), max(1, found.layout.m)
         if not clear or most <= allowed:
             return
-        there = [n for n in living if self.cluster.etcd.get(f"{r.MEMBERS}{n}") is not None]
+        there = [n for n in living if self._has_joined(n)]
         room = [self._rack(n) for n in there if self._rack(n) != self._rack(owner)]
         suffice = sum(min(room.count(rack), allowed) for rack in set(room))
         if suffice >= found.layout.shards:
             self.object(f"step {step}: {most} shards of {found.share.node} in one rack: {racks}")
+
+    def _has_joined(self, node: str) -> bool:
+        """Is the store that the node has now a member?"""
+        entry = self.cluster.etcd.get(f"{r.MEMBERS}{node}")
+        store_id = self.cluster.nodes[node].store.store_id
+        return entry is not None and unpack(entry.value, r.Member).store_id == store_id
 
     def _rack(self, node: str) -> str:
         return self.cluster.nodes[node].domains.get("rack", node)

@@ -11,8 +11,9 @@ import pytest
 from stage import COMMIT, JOB, play, until
 
 from p2pckpt import records as r
+from p2pckpt import wire as w
 from p2pckpt.agent.repair import Repairing
-from p2pckpt.errors import RestoreFailed
+from p2pckpt.errors import PeerUnreachable, RestoreFailed
 
 THREE = ("n0", "n1", "n2")
 LATE_S = 60.0
@@ -143,6 +144,34 @@ def test_no_host_gets_two_shards_because_no_record_names_it(first, second, place
         await asyncio.sleep(LATE_S)
         parts = [n for n, h in stage.held(r.FileKind.SHARD, 1) if h.owner == "n0"]
         assert len(set(parts)) == len(parts)
+
+    play(story, nodes=8)
+
+
+def test_no_host_gets_two_shards_because_its_receipt_was_lost():
+    """Two holders of n0's share are lost. Whom n0 gives the first shard to has it, and the answer
+    is lost: it does not get the other one as well."""
+
+    async def story(stage):
+        await step_one(stage)
+        peers, lost = stage.agents["n0"].home.doors.peers, []
+        call = peers.call
+
+        async def loses_one(address, request, timeout_s):
+            reply = await call(address, request, timeout_s)
+            if isinstance(request, w.PutSeal) and not lost:
+                lost.append(address)
+                raise PeerUnreachable(f"{address}: no answer")
+            return reply
+
+        peers.call = loses_one
+        holders = stage.holders("n0", 1)
+        stage.crash(holders[0], holders[1])
+        await until(lambda: "n0" not in lacking(stage, 1), LATE_S)
+        await asyncio.sleep(LATE_S)
+        nodes = [n for n, h in stage.held(r.FileKind.SHARD, 1) if h.owner == "n0"]
+        assert lost
+        assert len(set(nodes)) == len(nodes), nodes
 
     play(story, nodes=8)
 

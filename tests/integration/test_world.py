@@ -55,6 +55,8 @@ FOUND = {
     20000485: "the world waited for a fault whose operator was lost with a machine",
     20000695: "the checker did not know which file a late write had hit",
     20001234: "joins of the dead were back under living sessions, and no clean was possible",
+    21001021: "the checker took the key of a store before a reboot for the one after it",
+    21001160: "a repair gave a host whose receipt was lost another shard of the share",
 }
 """Seeds that found a fault: what they draw may change, then they are just seeds."""
 
