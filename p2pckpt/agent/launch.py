@@ -61,6 +61,8 @@ class Launch:
     ledger_id: str = ""
     """Of the ledger that has the generation."""
     began_at: float = 0.0
+    replaces: r.Generation | None = None
+    """What stood at the last look; `absent_since` and `asked` are about its nodes."""
     absent_since: dict[str, float] = field(default_factory=dict)
     busy: bool = False
     """One of the ranks here acts for all of them."""
@@ -234,6 +236,8 @@ class Launches:
         fence = self._fence(roster)  # of the very generation that is judged
         reports, reports_revision = await read_living(ctx, roster)
         now, config = ctx.home.now(), ctx.home.config
+        if roster is not None and launch.replaces != roster.generation:  # a grace of its own
+            launch.replaces, launch.absent_since, launch.asked = roster.generation, {}, False
         for node in roster.nodes if roster else ():
             if node.node in reports:
                 launch.absent_since.pop(node.node, None)

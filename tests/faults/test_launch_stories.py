@@ -230,3 +230,32 @@ def test_a_rank_that_dies_while_the_launch_forms_does_not_count():
         await rest.saved(1)
 
     play(story)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_was_away_in_the_old_generation_is_not_away_in_the_new_one(seed):
+    """Two nodes restarted without their ranks, and the reports of these are gone for long. Each has
+    a launch that waited for that; the one that wins needs a second until it has reported its rank.
+    Its grace begins with its own generation: the other launch is refused, and the winner saves."""
+
+    async def story(stage):
+        launch = await stage.launch("n0", "n1")
+        stage.crash("n0", "n1", keep_memory=True)
+        launch.kill()
+        for name in ("n0", "n1"):
+            stage.start(name)
+
+            def late():
+                gate = asyncio.Event()
+                asyncio.get_running_loop().call_later(1.0, gate.set)
+                return gate
+
+            stage.before_commit(name, late, prefix="trainers/")
+        first, second = stage.form("n0"), stage.form("n1")
+        results = await asyncio.gather(first.join(), second.join(), return_exceptions=True)
+        assert len([x for x in results if isinstance(x, GenerationHeld)]) == 1, results
+        winner = first if results[0] is None else second
+        assert winner.generation == stage.state().generation.number == 2
+        await winner.saved(1)
+
+    play(story, seed=seed)
