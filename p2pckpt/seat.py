@@ -55,6 +55,8 @@ class Seat:
         self.link = link
         self.join = join
         self.generation = 0
+        self._nonce = ""
+        """Of the generation: a job that was cleaned has one of this number again."""
         self.node = ""
         self.board: Board | None = None
         self.errors = 0
@@ -87,6 +89,7 @@ class Seat:
                 joined = self.link.call(self.join, JOIN_SLICE_S + CALL_TIMEOUT_S)
                 assert isinstance(joined, w.Joined)
                 self.generation, self.node = joined.generation, joined.node
+                self._nonce = joined.nonce
                 return self._sit(joined)
             except NotJoined as e:
                 if time.monotonic() >= deadline:
@@ -150,7 +153,7 @@ class Seat:
 
     @property
     def _rejoin(self) -> w.TrainerRejoin:
-        return w.TrainerRejoin(self.join.job, self.join.rank, self.generation)
+        return w.TrainerRejoin(self.join.job, self.join.rank, self.generation, self._nonce)
 
     def _sit(self, joined: r.Record) -> None:
         """We have a seat; without a board we shall ask again."""

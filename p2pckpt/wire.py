@@ -294,11 +294,15 @@ class TrainerJoin(r.Record, frozen=True):
 
 
 class TrainerRejoin(r.Record, frozen=True):
-    """A rank that lost its agent presents itself to the next one."""
+    """A rank that lost its agent presents itself to the next one.
+
+    ``nonce``: of its generation; a job that was cleaned counts anew. "": not known.
+    """
 
     job: str
     rank: int
     generation: int
+    nonce: str = ""
 
 
 class Joined(r.Record, frozen=True):
@@ -310,6 +314,7 @@ class Joined(r.Record, frozen=True):
     generation: int
     node: str
     board: str = ""
+    nonce: str = ""
 
 
 class PrepareSlots(r.Record, frozen=True):

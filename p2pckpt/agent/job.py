@@ -110,7 +110,7 @@ class JobAgent:
         self.seats[trainer] = Seat(call.rank, launch)
         await self.ctx.load_roster()
         self.ctx.home.spawn("make ready", make_ready(self.ctx, len(launch.trainers)))
-        return await self._joined(trainer, launch.generation.number)
+        return await self._joined(trainer, launch.generation)
 
     async def rejoin(self, trainer: TrainerId, call: w.TrainerRejoin) -> r.Record:
         """Seat a rank that joined at an earlier start of this agent. Refuses any other."""
@@ -121,19 +121,23 @@ class JobAgent:
         found = roster.find(ctx.home.node) if roster else None
         if roster is None or found is None or roster.generation.number != call.generation:
             raise StaleGenerationError(f"generation {call.generation} of job {ctx.job} is over")
+        if call.nonce not in ("", roster.generation.nonce):  # the job was cleaned, and counts anew
+            raise StaleGenerationError(
+                f"job {ctx.job} was cleaned: its generation {call.generation} is another one now"
+            )
         if call.rank not in found[1].ranks or found[1].store_id != ctx.home.member.store_id:
             raise UsageError(f"rank {call.rank} did not join on {ctx.home.node}")
         launch = self.launches.resume(roster.generation, found[1], call.rank, trainer)
         await tell_living(self.ctx, launch.ledger_id, call.generation, launch.trainers)
         self.seats[trainer] = Seat(call.rank, launch)
-        return await self._joined(trainer, call.generation)
+        return await self._joined(trainer, roster.generation)
 
-    async def _joined(self, trainer: TrainerId, generation: int) -> w.Joined:
+    async def _joined(self, trainer: TrainerId, generation: r.Generation) -> w.Joined:
         """The answer, with a board for the seat that was just taken."""
-        board = await self.scheduling.seat(trainer, generation)
+        board = await self.scheduling.seat(trainer, generation.number)
         if trainer not in self.seats:  # it died meanwhile
             self.scheduling.unseat(trainer)
-        return w.Joined(generation=generation, node=self.ctx.home.node, board=board)
+        return w.Joined(generation.number, self.ctx.home.node, board, generation.nonce)
 
     async def call(self, trainer: TrainerId, request: r.Record) -> r.Record:
         """One call of a seated rank."""

@@ -224,7 +224,7 @@ class Rank:
         self.copying = False
         self.loop: Loop | None = None
         self.rank = rank
-        self.generation = 0
+        self.generation, self.nonce = 0, ""
         self.who = f"{launch.token} rank {rank}"
 
     async def main(self) -> None:
@@ -267,14 +267,15 @@ class Rank:
             return await self.trainer.call(request)
         except NotSeated:
             job = self.launch.launcher.training.job
-            again = w.TrainerRejoin(job, self.rank, self.generation)
+            again = w.TrainerRejoin(job, self.rank, self.generation, self.nonce)
             self._seated(await self.trainer.call(again))
             return await self.trainer.call(request)
 
     def _seated(self, joined: r.Record) -> None:
         """A page of shared memory for each seat, where agents look how far the ranks are."""
         assert isinstance(joined, w.Joined)
-        self.generation, training = joined.generation, self.launch.launcher.training
+        self.generation, self.nonce = joined.generation, joined.nonce
+        training = self.launch.launcher.training
         if training.auto and joined.board:
             self.loop = self.loop or Loop(self.generation, training.every, True, true_time)
             self.loop.board = Board(self.trainer.view(joined.board, PAGE_BYTES))

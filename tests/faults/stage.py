@@ -303,14 +303,16 @@ class Rank:
     rank: int
     node: str
     restores: int = 0
+    nonce: str = ""
 
     async def call(self, request):
         """Ask the agent; after it was restarted, take the seat there first."""
         try:
             return await self.trainer.call(request)
         except NotSeated:
+            generation = self.launch.generation
             await self.trainer.call(
-                w.TrainerRejoin(self.launch.job, self.rank, self.launch.generation)
+                w.TrainerRejoin(self.launch.job, self.rank, generation, self.nonce)
             )
             return await self.trainer.call(request)
 
@@ -326,7 +328,8 @@ class Rank:
             layout=layout,
             **asked,
         )
-        launch.generation = (await self.trainer.call(call)).generation
+        joined = await self.trainer.call(call)
+        launch.generation, self.nonce = joined.generation, joined.nonce
 
     async def write(self, ordinal, step, image=None):
         """Snapshot a step into a slot; what came of it."""

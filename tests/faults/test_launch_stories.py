@@ -232,6 +232,29 @@ def test_a_rank_that_dies_while_the_launch_forms_does_not_count():
     play(story)
 
 
+def test_a_zombie_of_a_job_that_was_cleaned_gets_no_seat_in_the_job_that_counts_anew():
+    """n0's agent is gone for long, its rank lives; the others end, and the job is cleaned. The next
+    launch is generation 1 again, with rank 0 on n0: the zombie, which was rank 0 of a generation 1,
+    is told that this is over, and the saves of the launch have the bytes of its own ranks."""
+
+    async def story(stage):
+        old = await stage.launch(*FOUR)
+        zombie = old.ranks[0]
+        stage.crash("n0", keep_memory=True)
+        for rank in old.ranks[1:]:
+            rank.trainer.kill()
+        await asyncio.sleep(20)
+        assert (await stage.nodes["n4"].trainer().call(w.CleanCall(JOB, False))).problem == ""
+        stage.start("n0")
+        launch = await stage.launch(*FOUR)
+        assert launch.generation == old.generation == 1
+        with pytest.raises(StaleGenerationError, match="generation 1"):
+            await zombie.call(w.OpenSlot(0, 1, 100))
+        await launch.saved(1)
+
+    play(story)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_who_was_away_in_the_old_generation_is_not_away_in_the_new_one(seed):
     """Two nodes restarted without their ranks, and the reports of these are gone for long. Each has
