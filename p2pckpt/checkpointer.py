@@ -67,7 +67,8 @@ class Checkpointer:
     ``keep_last``: committed steps that are kept. ``agent``: the agent's socket, if it is not where
     P2PCKPT_AGENT, XDG_RUNTIME_DIR or /run/p2pckpt say. ``takeover``: replace a launch of the job
     that still lives. ``save_wait_s``: a save that the agent has not served by then is given up, for
-    all ranks; an agent that works says within twice its `skip_wait_s` that it has no slot.
+    all ranks; an agent that works says within twice its `skip_wait_s` that it has no slot. A
+    process is a rank of one job at a time: `close` one Checkpointer before the next.
     Raises AgentUnreachable, NotJoined, GenerationHeld, UsageError.
     """
 

@@ -94,6 +94,8 @@ class Agent:
 
     async def on_call(self, trainer: TrainerId, request: r.Record) -> r.Record:
         """See ports.TrainerHandler."""
+        if isinstance(request, w.TrainerJoin | w.TrainerRejoin):
+            self._refuse_second(trainer, request.job)
         if isinstance(request, w.TrainerJoin):
             return await (await self._job(request.job)).join(trainer, request)
         if isinstance(request, w.TrainerRejoin):
@@ -118,6 +120,16 @@ class Agent:
                 await job.launches.trainer_gone(trainer)
             return w.Accepted()
         raise NotSeated(f"pid {trainer.pid} has not joined a job here")
+
+    def _refuse_second(self, trainer: TrainerId, job: str) -> None:
+        """A rank's requests name no job: one process of two jobs would mix their states. Raises
+        UsageError."""
+        for name, known in self.jobs.items():
+            if name != job and trainer in known.seats:
+                raise UsageError(
+                    f"pid {trainer.pid} is a rank of job {name}; it can be one of job {job} when "
+                    "that Checkpointer is closed"
+                )
 
     async def on_gone(self, trainer: TrainerId) -> None:
         """See ports.TrainerHandler."""

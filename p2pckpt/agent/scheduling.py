@@ -46,7 +46,7 @@ class Page:
 
 
 def board_name(job: str, trainer: TrainerId) -> str:
-    """A process has one seat in a job at a time, and may be a rank of several jobs."""
+    """A process has one seat at a time, and may be a rank of several jobs one after the other."""
     return f"board-{trainer.pid}-{hashlib.sha256(job.encode()).hexdigest()[:16]}"
 
 

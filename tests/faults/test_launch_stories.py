@@ -10,8 +10,9 @@ from stage import COMMIT, JOB, Rank, now, play, until
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.errors import GenerationHeld, NotJoined, StaleGenerationError
+from p2pckpt.errors import GenerationHeld, NotJoined, StaleGenerationError, UsageError
 
+OTHER = r.Job(owner_uid=1000, name="other").key
 FOUR = ("n0", "n1", "n2", "n3")
 
 
@@ -251,6 +252,32 @@ def test_a_zombie_of_a_job_that_was_cleaned_gets_no_seat_in_the_job_that_counts_
         with pytest.raises(StaleGenerationError, match="generation 1"):
             await zombie.call(w.OpenSlot(0, 1, 100))
         await launch.saved(1)
+
+    play(story)
+
+
+def test_a_process_that_is_a_rank_of_one_job_is_no_rank_of_another_until_it_leaves():
+    """What it asks for names no job: were it seated twice, it would save the state of one job as a
+    step of the other. The second job is refused by name, after a restart of the agent as well, and
+    the first saves on; when that is closed, the second has the process."""
+
+    async def story(stage):
+        first = await stage.launch("n0", "n1")
+        second = stage.form("n0", "n1", job=OTHER)
+        for rank, same in zip(second.ranks, first.ranks, strict=True):
+            rank.trainer = same.trainer
+        with pytest.raises(UsageError, match=f"is a rank of job {JOB}"):
+            await second.join()
+        await first.saved(1)
+        for rank in first.ranks:
+            await rank.call(w.Leave())
+        await second.join()
+        assert await second.restore() is None
+        await second.saved(7)
+        with pytest.raises(UsageError, match=f"is a rank of job {OTHER}"):
+            await first.ranks[0].trainer.call(w.TrainerRejoin(JOB, 0, 1))
+        assert stage.committed() == [1]
+        assert stage.committed(OTHER) == [7]
 
     play(story)
 
