@@ -28,7 +28,7 @@ from p2pckpt.agent.restoring import Restoring
 from p2pckpt.agent.retire import retire
 from p2pckpt.agent.saving import Saving
 from p2pckpt.agent.scheduling import Scheduling
-from p2pckpt.errors import StaleGenerationError, UsageError
+from p2pckpt.errors import LedgerForgot, LedgerUnavailable, StaleGenerationError, UsageError
 from p2pckpt.ports import TrainerId
 
 
@@ -113,10 +113,17 @@ class JobAgent:
         return await self._joined(trainer, launch.generation)
 
     async def rejoin(self, trainer: TrainerId, call: w.TrainerRejoin) -> r.Record:
-        """Seat a rank that joined at an earlier start of this agent. Refuses any other."""
+        """Seat a rank that joined at an earlier start of this agent. Refuses any other.
+
+        Raises StaleGenerationError, UsageError; LedgerUnavailable, LedgerForgot if it is not known.
+        """
         ctx = self.ctx
         ready_s = ctx.home.config.ledger_timeout_s
-        await ctx.until(lambda: ctx.following and ctx.home.session is not None, ready_s)
+        known = await ctx.until(lambda: ctx.following and ctx.home.session is not None, ready_s)
+        if not known and ctx.frozen:
+            raise LedgerForgot(f"job {ctx.job}: {ctx.frozen}; see `p2pckpt ledger rebuild`")
+        if not known:  # which is no reason to say that anything is over
+            raise LedgerUnavailable(f"{ctx.home.node}: not answered by the ledger since its start")
         roster = await ctx.load_roster()
         found = roster.find(ctx.home.node) if roster else None
         if roster is None or found is None or roster.generation.number != call.generation:

@@ -10,7 +10,13 @@ from stage import COMMIT, JOB, Rank, now, play, until
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.errors import GenerationHeld, NotJoined, StaleGenerationError, UsageError
+from p2pckpt.errors import (
+    GenerationHeld,
+    LedgerUnavailable,
+    NotJoined,
+    StaleGenerationError,
+    UsageError,
+)
 
 OTHER = r.Job(owner_uid=1000, name="other").key
 FOUR = ("n0", "n1", "n2", "n3")
@@ -278,6 +284,27 @@ def test_a_process_that_is_a_rank_of_one_job_is_no_rank_of_another_until_it_leav
             await first.ranks[0].trainer.call(w.TrainerRejoin(JOB, 0, 1))
         assert stage.committed() == [1]
         assert stage.committed(OTHER) == [7]
+
+    play(story)
+
+
+def test_a_rank_whose_agent_restarts_without_a_ledger_is_not_told_that_its_generation_is_over():
+    """n0's agent restarts while etcd does not answer it: it cannot know what stands, so its rank is
+    told that, and to ask again; with the ledger back it takes its seat, and saves commit."""
+
+    async def story(stage):
+        launch = await stage.launch(*FOUR)
+        await launch.saved(1)
+        stage.crash("n0", keep_memory=True)
+        stage.cluster.cut_from_ledger("n0")
+        stage.start("n0")
+        rank = launch.ranks[0]
+        for _ in range(2):
+            with pytest.raises(LedgerUnavailable):
+                await rank.call(w.SaveStatus(0, 1, 0.0))
+        stage.cluster.heal()
+        await asyncio.sleep(5)
+        await launch.saved(2)
 
     play(story)
 
