@@ -27,7 +27,6 @@ from p2pckpt import wire as w
 from p2pckpt.backends.agent_link import AgentLink
 from p2pckpt.backends.trainers import default_socket_paths
 from p2pckpt.errors import (
-    AgentUnreachable,
     CheckpointError,
     IntegrityError,
     NothingToRestore,
@@ -250,12 +249,12 @@ class Checkpointer:
         try:
             ask = w.SaveStatus(handle._ordinal, handle.step, wait_s)
             reply = self._seat.call(ask, wait_s + self._seat.patience_s)
-        except AgentUnreachable as e:
-            self._seat.trouble(f"status of step {handle.step}", e)
-            time.sleep(min(wait_s, 0.2))
-            return
         except CheckpointError as e:
-            handle.status, handle.reason = "failed", f"{type(e).__name__}: {e}"
+            if e.retryable:  # the save goes on, whoever cannot say how it stands
+                self._seat.trouble(f"status of step {handle.step}", e)
+                time.sleep(min(wait_s, 0.2))
+            else:
+                handle.status, handle.reason = "failed", f"{type(e).__name__}: {e}"
             return
         assert isinstance(reply, w.SaveState)
         if reply.outcome is not None:
