@@ -352,16 +352,11 @@ class Checkpointer:
         if self._seat.closed:
             return
         try:
-            with self._seat.bounded(self._seat.patience_s):
-                self._tell_untold()
-            self._tell_outcomes(LAST_OUTCOME_S)
-            if self._uncommitted:
-                _log.warning(
-                    "job %s: %d of %d saves were not committed", self.job.name,
-                    self._uncommitted, self._loop.ordinal,
-                )  # fmt: skip
-            self._seat.closed = True
-            self._seat.link.call(w.Leave(), self._seat.patience_s)
+            try:
+                self._tell_last()
+            finally:  # else we count as living for as long as this process does
+                self._seat.closed = True
+                self._seat.link.call(w.Leave(), self._seat.patience_s)
         except Exception as e:
             self._seat.trouble("close", e)
             if self._on_error == "raise":
@@ -371,6 +366,16 @@ class Checkpointer:
             if self._notice is not None:
                 self._notice.restore()
             self._seat.link.close()
+
+    def _tell_last(self) -> None:
+        with self._seat.bounded(self._seat.patience_s):
+            self._tell_untold()
+        self._tell_outcomes(LAST_OUTCOME_S)
+        if self._uncommitted:
+            _log.warning(
+                "job %s: %d of %d saves were not committed", self.job.name,
+                self._uncommitted, self._loop.ordinal,
+            )  # fmt: skip
 
     def __enter__(self) -> Checkpointer:
         return self

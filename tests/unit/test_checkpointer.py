@@ -62,6 +62,15 @@ def test_an_error_that_stays_ends_a_handle(loop):
     assert handle.status == "failed"
 
 
+def test_who_cannot_tell_of_a_failed_save_leaves_all_the_same(loop):
+    """Else the rank counts as living for as long as its process does, which goes on without it."""
+    loop._untold.append(w.SlotFailed(0, 5, "late"))
+    loop._seat.link.says["SlotFailed"] = LedgerUnavailable("etcd does not answer")
+    loop.close()
+    assert loop._seat.link.asked[-2:] == ["Leave", "closed"]
+    assert loop.errors == 1
+
+
 def test_a_silent_agent_is_not_asked_for_long_by_a_close(loop):
     loop._untold.append(w.SlotFailed(0, 5, "late"))
     for kind in ("SlotFailed", "SaveStatus", "Leave"):
