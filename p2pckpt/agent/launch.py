@@ -111,9 +111,10 @@ class Launches:
         if launch is not None and stands and launch.trainers.get(call.rank) == trainer:
             return launch  # it stood up between two asks
         if launch is None or stands:
-            launch = self.launches[call.run_token] = Launch(
-                call, began_at=home.now(), looked_at=home.now()
-            )
+            if launch is not None:  # ranks of it may live, and their death is to be told
+                self.launches[launch.join_id] = launch
+            launch = Launch(call, began_at=home.now(), looked_at=home.now())
+            self.launches[call.run_token] = launch
             launch.look_at = self._next_look(launch)
         known = (launch.call.world_size, launch.call.layout, launch.call.keep_last)
         if (call.world_size, call.layout, call.keep_last) != known:

@@ -309,6 +309,27 @@ def test_a_rank_whose_agent_restarts_without_a_ledger_is_not_told_that_its_gener
     play(story)
 
 
+def test_ranks_of_a_launch_that_is_begun_again_under_its_token_are_told_dead_too():
+    """A launcher starts rank 0 again, by the same token, while rank 1 on the same node still lives.
+    When the others are dead as well, and come again, nobody waits for the dead."""
+
+    async def story(stage):
+        old = await stage.launch("n0", "n0", "n1", token="t")
+        old.ranks[0].trainer.kill()
+        await asyncio.sleep(1)
+        joining = asyncio.create_task(stage.form("n0", token="t", world=3, ranks=[0]).join())
+        await asyncio.sleep(1)
+        for rank in old.ranks[1:]:
+            rank.trainer.kill()
+        await asyncio.sleep(1)
+        begun = now()
+        await stage.form("n0", "n1", token="t", world=3, ranks=[1, 2]).join()
+        await joining
+        assert now() - begun < 1.0
+
+    play(story)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_who_was_away_in_the_old_generation_is_not_away_in_the_new_one(seed):
     """Two nodes restarted without their ranks, and the reports of these are gone for long. Each has
