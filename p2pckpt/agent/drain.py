@@ -148,7 +148,8 @@ class Draining:
             try:
                 await self._tell()
                 if not self.on:
-                    self._asked.clear()
+                    if self._is_told():  # else it was cancelled while its beginning was told
+                        self._asked.clear()
                     continue
                 await self._look()
             except CheckpointError as e:

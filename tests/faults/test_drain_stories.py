@@ -294,6 +294,30 @@ def test_a_cancel_is_done_in_the_next_session_as_well():
     play(story, nodes=6)
 
 
+def test_a_cancel_while_the_beginning_is_told_is_told_as_well():
+    """Else the node would be shunned for ever, and nobody asks after a drain that was cancelled."""
+
+    async def story(stage):
+        await (await stage.launch(*RANKS)).saved(1)
+        cancels = []
+
+        def cancel(name, txn):
+            if name == "n3" and not cancels and any(p.key == r.MEMBERS + name for p in txn.puts):
+                cancels.append(asyncio.create_task(ask(stage, "n3", False, "n3")))
+                cancels.append(asyncio.Event())
+                asyncio.get_running_loop().call_later(0.2, cancels[1].set)
+                return cancels[1]
+            return None
+
+        stage.before_txn.append(cancel)
+        await ask(stage, "n3", True, "n3")
+        await until(lambda: cancels and cancels[0].done() and cancels[1].is_set())
+        await asyncio.sleep(LATE_S)
+        assert flags(stage) == set()
+
+    play(story, nodes=5)
+
+
 def test_two_nodes_at_once_do_not_hand_each_other_their_shards():
     async def story(stage):
         launch = await stage.launch(*RANKS)
