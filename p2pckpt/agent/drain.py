@@ -40,6 +40,9 @@ from p2pckpt.wire import pack
 from topology.cluster import TopologyError
 
 LOOK_EVERY_S = 0.5
+AGAIN_S = 30.0
+"""All is looked at again: what others hold may be lost while nobody joins or leaves."""
+
 SHARES_AT_ONCE = 4
 """Shards on their way at once: enough to fill a link while others begin and end."""
 
@@ -92,6 +95,7 @@ class Draining:
     lacking: list[str] = field(default_factory=list)
     _looked: bool = False
     _seen: tuple[object, ...] = ()
+    _looked_at: float = 0.0
     _told: tuple[Session, bool] | None = None
     _asked: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -174,14 +178,16 @@ class Draining:
     # -- moving -----------------------------------------------------------------------------------
 
     async def _look(self) -> None:
-        """One look at everything that is held: move what can be moved. Cheap while all is done
-        and nothing has changed."""
+        """One look at everything that is held: move what can be moved. Cheap, for a while, if all
+        is done and nothing has changed."""
+        begun = self.home.now()
         members = (await self.home.living(self.home.config.keepalive_s)).members
         picture = (
             tuple((n, m.store_id, m.draining) for n, m in sorted(members.items())),
             tuple(sorted((h.file, str(h.attempt), h.whole) for h in self.home.holdings)),
         )
-        if picture == self._seen and self._looked and not (self.waiting or self.lacking):
+        young = begun - self._looked_at < AGAIN_S
+        if young and picture == self._seen and self._looked and not (self.waiting or self.lacking):
             return
         waiting, left, lacking = 0, 0, list[str]()
         for job in list(self.jobs.values()):
@@ -201,7 +207,7 @@ class Draining:
         if not self.on:
             return
         self.waiting, self.left, self.lacking, self._looked = waiting, left, lacking, True
-        self._seen = picture
+        self._seen, self._looked_at = picture, begun
 
     async def _move_step(
         self, ctx: JobContext, commit: r.Commit, files: list[Held]

@@ -318,6 +318,27 @@ def test_a_cancel_while_the_beginning_is_told_is_told_as_well():
     play(story, nodes=5)
 
 
+def test_a_moved_shard_that_is_lost_again_is_moved_again():
+    """Its new holder comes back at once, in the same store, without the file."""
+
+    async def story(stage):
+        launch = await stage.launch(*RANKS)
+        await launch.saved(1)
+        launch.kill()
+        before = stage.held(r.FileKind.SHARD, 1)
+        assert (await drain(stage, "n3")).done
+        node, held = next(x for x in stage.held(r.FileKind.SHARD, 1) if x not in before)
+        del stage.nodes[node].store.files[held.file]
+        stage.restart(node)
+        await asyncio.sleep(2)
+        assert only_on(stage, "n3", 1)
+        await asyncio.sleep(LATE_S)
+        assert (await ask(stage, "n3")).done
+        assert not only_on(stage, "n3", 1)
+
+    play(story, nodes=7)
+
+
 def test_two_nodes_at_once_do_not_hand_each_other_their_shards():
     async def story(stage):
         launch = await stage.launch(*RANKS)
