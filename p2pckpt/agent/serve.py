@@ -165,6 +165,8 @@ class Serving:
             for expected, length in zip(incoming.expected, offer.lengths, strict=True):
                 if length:
                     await expected.received(timeout_s)
+                else:  # nobody sends it
+                    await expected.cancel()
             await incoming.expected_manifest.received(timeout_s)
             packed = await self._check(incoming)
             ctx = await self.context(seal.attempt.job)

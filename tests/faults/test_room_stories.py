@@ -6,7 +6,7 @@ A rank's slot takes 12 KiB here, a shard about 5 KB, staging comes and goes.
 import asyncio
 
 import pytest
-from stage import ABORT, COMMIT, JOB, now, play, until
+from stage import ABORT, CHUNK, COMMIT, JOB, now, play, until
 
 from p2pckpt.errors import NoRoom, PeerUnreachable
 
@@ -323,3 +323,23 @@ def test_with_skewed_ranks_at_least_every_second_due_save_commits(seed):
         assert stage.committed(JOB)[-1] >= 19
 
     play(story, seed=seed)
+
+
+def test_an_empty_shard_leaves_no_grant_behind():
+    """A snapshot of less than a chunk has a data shard of no bytes, which nobody sends. A grant
+    that stays keeps its file's memory mapped, whatever the budget says."""
+
+    async def story(stage):
+        launch = await stage.launch("n0", "n1")
+        for step in range(1, 6):
+            ordinal, launch.ordinal = launch.ordinal, launch.ordinal + 1
+            await launch.all(
+                lambda rank, at=ordinal, step=step: rank.write(at, step, b"x" * (CHUNK - 24))
+            )
+            assert (await launch.outcome(ordinal, step)).verdict is COMMIT
+        await asyncio.sleep(60)
+        doors = [door for name, door in stage.net.doors.items() if name.endswith("/transport")]
+        assert len(doors) == 4
+        assert not [grant for door in doors for grant in door.grants.values()]
+
+    play(story, nodes=4)
