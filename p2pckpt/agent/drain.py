@@ -93,6 +93,8 @@ class Draining:
     left: int = 0
     waiting: int = 0
     lacking: list[str] = field(default_factory=list)
+    _number: int = 0
+    """Of the newest command: a look for one before it says nothing."""
     _looked: bool = False
     _seen: tuple[object, ...] = ()
     _looked_at: float = 0.0
@@ -124,6 +126,7 @@ class Draining:
             home.member = structs.replace(home.member, draining=call.draining)
             self.moved, self.moved_bytes, self.left, self.waiting = 0, 0, 0, 0
             self._looked, self.lacking = False, []
+            self._number += 1
             home.doors.notes("drain", {"node": home.node, "begins": call.draining})
             self._asked.set()
         if not self._is_told():  # by a session that is over: nobody else would tell of it again
@@ -180,7 +183,7 @@ class Draining:
     async def _look(self) -> None:
         """One look at everything that is held: move what can be moved. Cheap, for a while, if all
         is done and nothing has changed."""
-        begun = self.home.now()
+        begun, number = self.home.now(), self._number
         members = (await self.home.living(self.home.config.keepalive_s)).members
         picture = (
             tuple((n, m.store_id, m.draining) for n, m in sorted(members.items())),
@@ -194,6 +197,8 @@ class Draining:
             held = [h for h in self.home.holdings.of_job(job.ctx.job) if h.attempt is not None]
             shards = [h for h in held if h.kind is r.FileKind.SHARD]
             for attempt in sorted({h.attempt for h in held if h.attempt}, key=lambda a: a.key):
+                if self._number != number:
+                    return
                 commit = job.ctx.state.committed(attempt)
                 mine = [h for h in shards if h.attempt == attempt]
                 if commit is None:
@@ -204,7 +209,7 @@ class Draining:
                 told = await self._move_step(job.ctx, commit, [h for h in mine if h.whole])
                 left += told[0]
                 lacking += told[1]
-        if not self.on:
+        if self._number != number:
             return
         self.waiting, self.left, self.lacking, self._looked = waiting, left, lacking, True
         self._seen, self._looked_at = picture, begun

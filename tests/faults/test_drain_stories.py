@@ -339,6 +339,51 @@ def test_a_moved_shard_that_is_lost_again_is_moved_again():
     play(story, nodes=7)
 
 
+def test_a_look_for_a_drain_that_was_cancelled_says_nothing_of_the_next_one():
+    """Peers answer late; meanwhile the drain is cancelled, in a new session the node takes shards,
+    and it is drained again."""
+
+    async def story(stage):
+        launch = await stage.launch(*RANKS)
+        await launch.saved(1)
+        peers, gates = stage.agents["n3"].home.doors.peers, []
+
+        class Late:
+            def __getattr__(self, name):
+                return getattr(peers, name)
+
+            async def call(self, address, request, timeout_s):
+                if isinstance(request, w.HeldQuery):
+                    await gates[-1].wait()
+                return await peers.call(address, request, timeout_s)
+
+        stage.doors_of("n3", peers=Late())
+        gates.append(asyncio.Event())
+        await ask(stage, "n3", True, "n3")
+        await until(lambda: flags(stage) == {"n3"})
+        await asyncio.sleep(1)
+        await ask(stage, "n3", False, "n3")
+        stage.cut_off("n3")
+        await asyncio.sleep(20)
+        stage.cluster.heal()
+        await asyncio.sleep(20)
+        assert flags(stage) == set()
+        await launch.saved(2)
+        assert only_on(stage, "n3", 2)
+        await ask(stage, "n3", True, "n3")
+        gates.append(asyncio.Event())
+        gates[0].set()
+        await until(lambda: flags(stage) == {"n3"})
+        telling = asyncio.create_task(ask(stage, "n3", None, "n3"))
+        await asyncio.sleep(0.1)
+        gates[1].set()
+        assert not (await telling).done
+        assert (await drain(stage, "n3", "n3")).done
+        assert not only_on(stage, "n3", 2)
+
+    play(story, nodes=5)
+
+
 def test_two_nodes_at_once_do_not_hand_each_other_their_shards():
     async def story(stage):
         launch = await stage.launch(*RANKS)
