@@ -101,6 +101,9 @@ class Serving:
             return w.RefusedReply(reason=str(e), room_need=need, room_have=have)
         while (twin := self._take(key)) is not None:  # the same offer came twice
             await self._drop(twin)
+        if self.home.member.draining and not draining:  # it had no file yet that a drain waits for
+            await self._drop(incoming)
+            return w.RefusedReply(reason="a drain has begun")
         self.incoming[key] = incoming
         layout = ctx.state.generation.layout if ctx.state.generation else r.Layout(1, 0)
         ctx.track(offer.attempt, sum(offer.lengths) * layout.shards)

@@ -384,6 +384,31 @@ def test_a_look_for_a_drain_that_was_cancelled_says_nothing_of_the_next_one():
     play(story, nodes=5)
 
 
+def test_an_offer_that_waits_for_its_file_is_refused_when_the_drain_begins():
+    """Else a shard comes after it was said that all is done."""
+
+    async def story(stage):
+        launch = await stage.launch(*RANKS)
+        await launch.saved(1)
+        serving, gate, waits = stage.agents["n3"].serving, asyncio.Event(), []
+        prepare = serving._prepare
+
+        async def slow(offer):
+            waits.append(offer)
+            await gate.wait()
+            return await prepare(offer)
+
+        serving._prepare = slow
+        saving = asyncio.create_task(launch.save(2))
+        await until(lambda: waits)
+        assert (await drain(stage, "n3")).done
+        gate.set()
+        assert (await saving).verdict is COMMIT
+        assert not [h for n, h in stage.held(r.FileKind.SHARD, 2) if n == "n3"]
+
+    play(story, nodes=6)
+
+
 def test_two_nodes_at_once_do_not_hand_each_other_their_shards():
     async def story(stage):
         launch = await stage.launch(*RANKS)
