@@ -18,7 +18,7 @@ import asyncio
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.bringing import bring, fetching, staging
+from p2pckpt.agent.bringing import bring, fetching, give_back, staging
 from p2pckpt.agent.bucket import offloaded_groups
 from p2pckpt.agent.closing import Ballot, over, see_closed
 from p2pckpt.agent.context import JobContext, Roster
@@ -178,6 +178,10 @@ class Restoring:
         source = "local"
         if held is None or held.manifest_digest != share.manifest_digest:
             held, manifest = await self._bring(ballot, rank)
+            first = ballot.files.get(rank)
+            if first is not None and first is not held and held.kind is r.FileKind.STAGE:
+                give_back(self.ctx.home, held)  # the rank had lost patience, and asked again
+                held = first
             source = source_of(ballot.fetched[rank].bytes_from)
         else:
             manifest = await self._manifest(attempt, share, rank)

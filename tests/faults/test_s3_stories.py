@@ -70,6 +70,33 @@ def lineage(rig):
     return rig.state().current_lineage().lineage
 
 
+def test_a_rank_that_asks_again_while_its_bytes_come_leaves_no_file_behind():
+    """As after it lost patience: both calls bring a file of the same ballot."""
+
+    async def story(rig):
+        await rig.train(1, 2, 3)
+        await rig.until(lambda: rig.offloaded() == [2])
+        await rig.until(lambda: 2 not in rig.state().steps(lineage(rig)))
+        await rig.lose_all()
+        await rig.launch()
+
+        async def begin(rank):
+            calls = [rig.ranks[rank].call(w.RestoreCall(0)) for _ in range(2)]
+            return (await asyncio.gather(*calls))[0]
+
+        ballot = (await rig.all(begin))[0].ballot
+
+        async def end(rank):
+            return await rig.ranks[rank].call(w.RestoreDone(ballot))
+
+        assert {reply.closed.close for reply in await rig.all(end)} == {r.Close.OK}
+        await asyncio.sleep(10.0)
+        kinds = [h.kind for a in rig.agents.values() for h in a.home.holdings if h.attempt]
+        assert r.FileKind.STAGE not in kinds
+
+    play(story)
+
+
 def test_the_newest_step_lives_on_in_ram_after_it_came_from_the_store():
     async def story(rig):
         await rig.train(1, 2)
