@@ -26,7 +26,14 @@ from p2pckpt.agent.context import RETRY_S, JobContext
 from p2pckpt.agent.deciding import groups_of
 from p2pckpt.agent.holdings import Held, document_name
 from p2pckpt.agent.reading import hold, holds, let_go
-from p2pckpt.errors import CheckpointError, FormatError, IntegrityError, ObjectAbsent
+from p2pckpt.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    LedgerForgot,
+    LedgerUnavailable,
+    ObjectAbsent,
+)
 from p2pckpt.jobstate import JobState
 from p2pckpt.ports import ObjectStore, Txn, Upload
 from p2pckpt.restore.verify import open_manifest
@@ -196,7 +203,8 @@ class Offloading:
                 await self._clean_up()
             except CheckpointError as e:
                 ctx.note("offload_later", why=f"{type(e).__name__}: {e}")
-                self.away, pause_s = True, AWAY_PAUSE_S
+                pause_s = AWAY_PAUSE_S
+                self.away = self.away or not isinstance(e, LedgerUnavailable | LedgerForgot)
             await ctx.until(lambda: False, pause_s)
 
     def _work(self) -> bool:

@@ -11,7 +11,7 @@ import p2pckpt.agent.offloading as offloading
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.backends.inproc.objects import ObjectsDoor
-from p2pckpt.errors import RestoreFailed
+from p2pckpt.errors import LedgerUnavailable, RestoreFailed
 from p2pckpt.save.offload import checkpoint_name, directory, rank_name
 from simulations.world.checkers import content
 
@@ -400,6 +400,41 @@ def test_answers_that_get_lost_change_nothing():
         await rig.lose_all()
         await rig.launch()
         assert await rig.restore() == (4, ["s3"] * RANKS)
+
+    play(story)
+
+
+def test_a_ledger_that_is_away_for_a_moment_does_not_give_up_the_upload_that_gets_on():
+    """The store is slower than steps fall due; one answer of the ledger is lacking."""
+
+    async def story(rig):
+        rig.bucket.slow(300)
+        failed = []
+
+        def break_once(home):
+            ledger = home.doors.ledger
+
+            class Once:
+                def __getattr__(self, name):
+                    return getattr(ledger, name)
+
+                async def get(self, key):
+                    if home.node not in failed and key.startswith(KEYS.shares):
+                        failed.append(home.node)
+                        raise LedgerUnavailable("away for a moment")
+                    return await ledger.get(key)
+
+            home.doors = replace(home.doors, ledger=Once())
+
+        for agent in rig.agents.values():
+            break_once(agent.home)
+        await rig.train(1, 2)
+        await asyncio.sleep(8)
+        assert failed
+        uploading = rig.attempt(2).key
+        await rig.train(3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
+        await rig.until(lambda: rig.state().offload_dropped)
+        assert uploading not in rig.state().offload_dropped
 
     play(story)
 
