@@ -52,10 +52,10 @@ class Ballot:
     """This node saw its end: a rank that comes late gives back what it took."""
 
 
-async def restore_first(ctx: JobContext) -> None:
+async def restore_first(ctx: JobContext) -> bool:
     """Before work that can wait: until no restore of the job is under way or to be expected, at
     most CEDE_S for one. Training stands still meanwhile; what repair brings back lacks a little
-    longer."""
+    longer. True: it took a while, so what was known before may be otherwise now."""
 
     def to_come() -> tuple[int, int] | None:
         state, number = ctx.state, ctx.state.generation.number if ctx.state.generation else 0
@@ -67,9 +67,10 @@ async def restore_first(ctx: JobContext) -> None:
 
     key = to_come()
     if key is None or key == ctx.ceded:
-        return
+        return False
     if not await ctx.until(lambda: to_come() != key, CEDE_S):
         ctx.ceded = key
+    return True
 
 
 def over(ctx: JobContext, ballot: Ballot) -> bool:

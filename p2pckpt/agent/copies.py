@@ -44,6 +44,10 @@ from p2pckpt.wire import pack, unpack
 OPERATIONS = 100
 """Of one transaction; etcd allows 128."""
 
+ASK_ALL_S = 0.05
+"""A node, between two times that one without a ledger asks all for their copies: each is asked at
+most 20 times a second, however many nodes need them."""
+
 BACK_WITHIN_S = 20.0
 """After a wipe an agent has a session again, and has renewed it twice, in less than that."""
 
@@ -52,7 +56,8 @@ async def keep_copies(ctx: JobContext) -> None:
     """For ever: a copy of each commit of which this node holds bytes.
 
     The group records are read when what the commit retires is retired, so that this one read also
-    shows (`JobContext.proves`) that the bytes of that may go.
+    shows (`JobContext.proves`) that the bytes of that may go. What a repair puts here when the
+    ledger is gone is copied from those who keep copies: they may be lost before it is rebuilt.
     """
     while True:
         await ctx.until(lambda: bool(ctx.uncopied()), None)
@@ -68,7 +73,8 @@ async def keep_copies(ctx: JobContext) -> None:
             except CheckpointError as e:
                 ctx.note("copy_later", attempt=commit.attempt.key, why=str(e))
         if ctx.uncopied():
-            await ctx.until(lambda: False, RETRY_S)
+            nodes = len(ctx.roster.nodes) if ctx.frozen and ctx.roster is not None else 0
+            await ctx.until(lambda: False, max(RETRY_S, nodes * ASK_ALL_S))
 
 
 def _retiring(ctx: JobContext) -> bool:

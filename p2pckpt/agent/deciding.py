@@ -78,21 +78,27 @@ def check_current(ctx: JobContext, generation: int) -> None:
 
 
 async def groups_of(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
-    """The group records of an attempt; where the ledger's are damaged, the copies kept beside the
-    bytes, here or on another node. Raises FormatError if there are none."""
+    """The group records of an attempt; where the ledger's are damaged, or gone with it, the copies
+    kept beside the bytes, here or on another node. Raises FormatError if they are damaged and there
+    are none."""
     asked_at = ctx.home.now()
     listing = await ctx.home.doors.ledger.list(ctx.keys.groups_of(attempt))
     try:
         groups = read_groups(listing.entries, attempt)
-        if (commit := ctx.state.committed(attempt)) and len(groups) == commit.groups:
-            ctx.proves(listing.revision, asked_at)  # an older ledger has no such records
-            ctx.groups = (attempt, groups)
-        return groups
     except FormatError as e:
         ctx.note("group_damaged", attempt=attempt.key, why=str(e))
         if copies := copied_groups(ctx, attempt) or await _copies_elsewhere(ctx, attempt):
             return copies
         raise
+    commit = ctx.state.committed(attempt)
+    if commit is not None and len(groups) == commit.groups:
+        ctx.proves(listing.revision, asked_at)  # an older ledger has no such records
+        ctx.groups = (attempt, groups)
+    elif commit is not None and ctx.frozen:
+        known = ctx.groups[1] if ctx.groups is not None and ctx.groups[0] == attempt else []
+        copies = known or copied_groups(ctx, attempt) or await _copies_elsewhere(ctx, attempt)
+        return copies or groups
+    return groups
 
 
 def copied_groups(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:

@@ -31,7 +31,7 @@ from p2pckpt.agent.closing import restore_first
 from p2pckpt.agent.context import JobContext
 from p2pckpt.agent.deciding import ask, ask_all, groups_of
 from p2pckpt.agent.holdings import Held, Want, document_name
-from p2pckpt.errors import CheckpointError, IntegrityError
+from p2pckpt.errors import CheckpointError, IntegrityError, Refused
 from p2pckpt.ports import Region
 from p2pckpt.restore.locate import Facts, Sources, sources_of
 from p2pckpt.restore.verify import open_manifest
@@ -263,10 +263,10 @@ class Repairing:
         members: Mapping[str, r.Member],
     ) -> bool:
         """Bring the own copies if they are gone, then put each missing shard; True if all found
-        a place."""
+        a place. Raises Refused if a restore went first; all is to be looked at anew then."""
         ctx, attempt = self.ctx, commit.attempt
         stages: list[Held] = []
-        await restore_first(ctx)
+        await self._cede()
         try:
             manifest = await self._copies(commit, repair)
             share = await self._encoded(manifest, repair, stages)
@@ -298,6 +298,12 @@ class Repairing:
                 ctx.home.holdings.release(stage)
             ctx.track(attempt)  # what was brought goes with it, if it was retired meanwhile
 
+    async def _cede(self) -> None:
+        """Restores go first. Raises Refused after one: who lives and holds what may be another
+        answer now, so all is looked at anew."""
+        if await restore_first(self.ctx):
+            raise Refused("a restore went first")
+
     def _spread(self) -> tuple[tuple[str, bool], ...]:
         return tuple((level, False) for level, _ in self.ctx.home.config.spread_levels)
 
@@ -308,8 +314,8 @@ class Repairing:
         no other one of this share, either: it may have that shard, and only its answer is lost."""
         ctx = self.ctx
         while (node := substitute(crew, ctx.home.node, used, failed)) is not None:
+            await self._cede()
             try:
-                await restore_first(ctx)
                 holder, doors = crew.members[node], ctx.home.doors
                 await send_shard(share, index, holder, doors, ctx.home.config, Traffic.REPAIR)
                 used.add(node)

@@ -185,6 +185,8 @@ class Serving:
             raise
         self._let_go(incoming.manifest)
         self._prepare_next(ctx, incoming.shard)
+        if ctx.state.committed(seal.attempt) is not None:  # a repair: the record is to be copied
+            ctx.wake()
         return w.Receipt(
             store_id=self.home.doors.arena.store_id, manifest_digest=offer.manifest_digest
         )

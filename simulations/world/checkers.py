@@ -70,7 +70,7 @@ class Checkers:
         self.offloaded: dict[str, r.Offloaded] = {}
         self.saved: set[tuple[str, str]] = set()
         """(ledger id, attempt key) of every commit there ever was."""
-        self.told = Told(self.saved, self.object)
+        self.told = Told(cluster, self.keys.job, self.saved, self.object)
         self.promises = Promises(cluster, self.keys, self.object)
         self._shelf = Shelf()
         self._damaged: dict[tuple[str, str], r.FileRecord | None] = {}  # files, and what they were

@@ -182,6 +182,8 @@ async def _rebuild(world: HasWorld, fault: Fault) -> None:
     left = [launcher.training.job for launcher in world.launchers]
     for attempt in range(REBUILD_TRIES):
         for job in list(left):
+            while not world.living:
+                await asyncio.sleep(1.0)
             node = world.cluster.nodes[world.living[attempt % len(world.living)]]
             try:
                 reply = await _asked(node, w.RebuildCall(job))

@@ -5,15 +5,18 @@ is compared with what the ledger's history has, which the checkers follow, and w
 rank, step and launch determine.
 
 Contract: (2) what is restored is one step of one launch for all ranks of a ballot, bit-exact; (4)
-what is listed or told as committed is; (8) "nothing" is said only where nothing was committed.
+what is listed or told as committed is; (8) "nothing" is said only where nothing was committed, or
+where no RAM, ledger or store has a trace of it any more.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 from p2pckpt import records as r
+from p2pckpt.backends.inproc.cluster import FakeCluster
 from simulations.world.contents import content
 
 Committed = tuple[str, str]
@@ -23,7 +26,11 @@ Committed = tuple[str, str]
 class Told:
     """Memory of what was told. ``saved``: every commit there ever was; ``object`` notes a wrong."""
 
-    def __init__(self, saved: set[Committed], object_: Callable[[str], None]) -> None:
+    def __init__(
+        self, cluster: FakeCluster, job: str, saved: set[Committed], object_: Callable[[str], None]
+    ) -> None:
+        self.cluster = cluster
+        self.job = job
         self.saved = saved
         self.object = object_
         self.started: dict[tuple[str, int], tuple[str, int | None]] = {}
@@ -52,8 +59,19 @@ class Told:
 
     def nothing(self, launch: str) -> None:
         """Rule 8: a restore found, so it says, provably nothing."""
-        if self.saved:
+        if self.saved and self._is_known():
             self.object(f"{launch}: restore said 'nothing' after {len(self.saved)} commits")
+
+    def _is_known(self) -> bool:
+        """Is a ledger id of a commit written anywhere, or an object of the job there? Else ledger
+        and all memories were lost, and nobody can know of it."""
+        ids = {ledger_id.encode() for ledger_id, _ in self.saved}
+        stores = [node.store for node in self.cluster.nodes.values()]
+        ram = (b for s in stores for b in (*s.records.values(), *s.documents.values()))
+        written = chain(ram, (entry.value for entry in self.cluster.etcd.list("").entries))
+        bucket = self.cluster.bucket.objects if self.cluster.bucket is not None else {}
+        there = any(name.startswith(f"{self.job}/") for name in bucket)
+        return there or any(one in text for text in written for one in ids)
 
     def listed(self, who: str, steps: Iterable[int], outcome: r.Outcome | None = None) -> None:
         """Rule 4: an agent lists committed steps, or tells a save's outcome."""

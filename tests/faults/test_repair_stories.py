@@ -81,6 +81,26 @@ def test_a_commit_that_a_rebuild_kept_becomes_full_again_too():
     play(story, nodes=6)
 
 
+def test_what_a_repair_puts_somewhere_without_a_ledger_is_not_forgotten_there():
+    """The ledger is wiped, and n9, which had nothing, gets a shard: it gets a copy of the commit,
+    too, as whoever has one may be lost before the ledger is rebuilt."""
+
+    async def story(stage):
+        await step_one(stage)
+        stage.add("n9")
+        await asyncio.sleep(5)
+        stage.etcd.wipe()
+        await asyncio.sleep(5)
+        stage.crash("n3")
+        await until(lambda: not lacking(stage, 1), LATE_S)
+        assert "n9" in {node for node, _ in stage.held(step=1)}
+        ctx = stage.agents["n9"].jobs[JOB].ctx
+        assert ctx.frozen
+        await until(lambda: not ctx.uncopied(), LATE_S)
+
+    play(story)
+
+
 def test_with_too_few_hosts_repair_waits_for_a_node_that_joins():
     """Four nodes are just enough, one is lost: what can be placed is placed, status says what is
     missing, and when a node joins it is full."""

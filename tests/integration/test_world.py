@@ -57,6 +57,9 @@ FOUND = {
     20001234: "joins of the dead were back under living sessions, and no clean was possible",
     21001021: "the checker took the key of a store before a reboot for the one after it",
     21001160: "a repair gave a host whose receipt was lost another shard of the share",
+    22000587: "an operator looked for a node when there was none",
+    22000938: "what a repair put somewhere without a ledger was forgotten with the others",
+    22001210: "a repair that had waited for a restore went by what it knew before",
 }
 """Seeds that found a fault: what they draw may change, then they are just seeds."""
 
