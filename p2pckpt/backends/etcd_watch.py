@@ -18,6 +18,7 @@ fragments are asked for, so that an answer always holds whole revisions.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -74,6 +75,7 @@ class EtcdWatch:
     """An async iterator over batches of changes of the keys in `span`; see ports.Ledger.watch.
 
     A cancelled wait loses nothing: the next one goes on from the same revision on a new stream.
+    Who has seen enough may just drop it: its stream ends soon after.
     """
 
     def __init__(
@@ -86,6 +88,10 @@ class EtcdWatch:
         self._stream: _Stream | None = None
         self._was_lost = False
         self._ended = False
+
+    def __del__(self) -> None:
+        if self._stream is not None:  # its timer would keep it, and etcd serving it, for ever
+            self._stream.drop()
 
     def __aiter__(self) -> EtcdWatch:
         return self
@@ -174,8 +180,8 @@ class _Stream:
         self._asked_at = -SILENT_S
         self._asking: asyncio.Task[None] | None = None
         self._given_up = ""
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(PROGRESS_S * _LOOK_AFTER, self._look)
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(PROGRESS_S * _LOOK_AFTER, self._look)
 
     async def begin(self, span: tuple[bytes, bytes], revision: int) -> None:
         """Ask for changes from a revision on."""
@@ -205,7 +211,7 @@ class _Stream:
         return answer
 
     def _look(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         now = loop.time()
         since = now if self.waiting_since is None else self.waiting_since
         if now - since > SILENT_S:
@@ -245,10 +251,19 @@ class _Stream:
             return LedgerUnavailable("watch: the etcd client was closed meanwhile")
         return _Lost(why)
 
-    async def end(self) -> None:
-        """Cancel the stream, so that no task and no timer is left behind."""
+    def drop(self) -> None:
+        """End it soon, from any thread: who collects garbage may be one of a pool."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and all that ran on it
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
         self._timer.cancel()
         self._call.cancel()
         if self._asking is not None:
             self._asking.cancel()
+
+    async def end(self) -> None:
+        """Cancel the stream, so that no task and no timer is left behind."""
+        self._cancel()
+        if self._asking is not None:
             await asyncio.wait({self._asking}, timeout=self._calls.rpc_deadline_s)

@@ -5,6 +5,7 @@ etcd's own. Every wait is for an event and bounded by `run`.
 """
 
 import asyncio
+import gc
 import os
 import threading
 
@@ -14,6 +15,7 @@ from etcd_rig import FAST, etcdctl, member, run
 from p2pckpt.backends.etcd import PAGE_KEYS, Etcd
 from p2pckpt.backends.etcd_server import EtcdServers
 from p2pckpt.backends.etcd_txn import MAX_TXN_OPERATIONS
+from p2pckpt.backends.etcd_watch import _Stream
 from p2pckpt.errors import Compacted, LedgerUnavailable, UsageError
 from p2pckpt.ports import (
     Change,
@@ -324,6 +326,31 @@ def test_a_thousand_cancelled_watches_leave_nothing_behind(one, prefix):
             before = counts()
             await cancel(1000)
             assert counts() == before
+
+    run(main)
+
+
+def test_a_watch_that_is_dropped_leaves_no_stream_behind(one, prefix):
+    """Whoever has seen enough leaves the loop over a watch, and has nothing to close there."""
+
+    def streams():
+        gc.collect()
+        return sum(isinstance(found, _Stream) for found in gc.get_objects())
+
+    async def main():
+        async with Etcd(one.endpoints) as etcd:
+            revision = await etcd.ledger.transact(Txn((), (Put(prefix + "k", b"v"),)))
+            before = streams()
+
+            async def see_one():
+                async for changes in etcd.ledger.watch(prefix, revision):
+                    assert [c.key for c in changes] == [prefix + "k"]
+                    break
+
+            for _ in range(20):
+                await see_one()
+            await asyncio.sleep(0.5)
+            assert streams() == before
 
     run(main)
 
