@@ -14,6 +14,7 @@ its hook was told until it asks again. Nothing here is waited for by a rank's st
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,21 +70,23 @@ class Scheduling:
         self.ctx = ctx
         self.pages: dict[TrainerId, Page] = {}
         self.tuning = Tuning(ctx)
+        self._seating = asyncio.Lock()
 
     # -- boards -----------------------------------------------------------------------------------
 
     async def seat(self, trainer: TrainerId, generation: int) -> str:
         """A fresh page for a rank that takes its seat; "" without room for one."""
-        self.unseat(trainer)
         home = self.ctx.home
         name = board_name(self.ctx.job, trainer)
-        try:
-            await home.holdings.reserve_page(name, PAGE_BYTES)
-        except NoRoom as e:
-            self.ctx.note("no_board", pid=trainer.pid, why=str(e))
-            return ""
-        board = Board(home.doors.arena.view(Region(name, 0, PAGE_BYTES)))
-        self.pages[trainer] = Page(name, generation, board)
+        async with self._seating:  # a rank that lost patience asks again while its page is made
+            self.unseat(trainer)
+            try:
+                await home.holdings.reserve_page(name, PAGE_BYTES)
+            except NoRoom as e:
+                self.ctx.note("no_board", pid=trainer.pid, why=str(e))
+                return ""
+            board = Board(home.doors.arena.view(Region(name, 0, PAGE_BYTES)))
+            self.pages[trainer] = Page(name, generation, board)
         self._post()
         return name
 

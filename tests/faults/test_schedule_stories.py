@@ -283,6 +283,31 @@ def test_boards_go_with_their_ranks():
     play(story)
 
 
+def test_a_rank_that_asks_for_its_seat_again_before_it_was_answered_gets_it():
+    """Its first question outlived its patience, as memory was being cleared: wherever the agent is
+    with that one, the second is answered or told to come again, and there is one page in the end.
+    """
+
+    async def story(stage):
+        launch = await stage.launch(*FOUR)
+        rank = launch.ranks[1]
+        stage.agents["n1"].home.doors.arena._door._fault_bytes_per_s = PAGE_BYTES / 0.01
+
+        async def rejoin(late_s):
+            await asyncio.sleep(late_s)
+            return await rank.trainer.call(w.TrainerRejoin(JOB, 1, launch.generation))
+
+        for ms in range(0, 30, 3):
+            first, again = asyncio.create_task(rejoin(0)), asyncio.create_task(rejoin(ms / 1000))
+            await asyncio.wait((first, again))
+            assert all(not e or e.retryable for e in (first.exception(), again.exception()))
+            assert (await rejoin(0)).board
+            assert len([f for f in stage.nodes["n1"].store.files if "board" in f]) == 1
+        await launch.saved(1)
+
+    play(story)
+
+
 def test_a_rank_without_room_for_a_board_trains_and_asks_again():
     async def story(stage):
         await asyncio.sleep(1)
