@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
@@ -81,7 +81,7 @@ class Seat:
     def take(self, timeout_s: float) -> None:
         """Join the launch, telling every few seconds what is waited for.
 
-        Raises NotJoined, GenerationHeld.
+        Raises NotJoined, GenerationHeld. Who gave up, for whatever reason, has no seat.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -96,6 +96,12 @@ class Seat:
                     self.link.call(w.Leave(), CALL_TIMEOUT_S)
                     raise
                 _log.warning("joining job %s: %s", self.join.job, e)
+            except UsageError:  # refused: a seat that we may have is another Checkpointer's
+                raise
+            except BaseException:  # we may be seated yet, and nobody would know
+                with suppress(CheckpointError):
+                    self.link.call(w.Leave(), SILENT_WAIT_S)
+                raise
 
     def keep(self) -> None:
         """Take the seat again if the agent was restarted: without it no change of the schedule is

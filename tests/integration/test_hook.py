@@ -7,10 +7,16 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 from kill_rig import Cluster, Job
+
+from p2pckpt import seat
+from p2pckpt.checkpointer import Checkpointer
+from p2pckpt.errors import AgentUnreachable
+from p2pckpt.launch import Launch
 
 WORKERS = 4
 
@@ -78,3 +84,25 @@ def test_a_hundred_forks(cluster):
     """B091."""
     with Job(cluster, "forks-long", cluster.nodes, 4) as job:
         forks(job, 100 // WORKERS)
+
+
+def test_a_process_that_gave_up_joining_may_join_another_job(cluster, monkeypatch):
+    """The agent stood still while it was asked: when it goes on nobody waits for that seat."""
+    monkeypatch.setattr(seat, "JOIN_SLICE_S", 0.2)
+    monkeypatch.setattr(seat, "CALL_TIMEOUT_S", 0.2)
+    node = cluster.nodes[0]
+
+    def join(job):
+        alone = Launch(rank=0, world_size=1, run_token=job)
+        return Checkpointer(job, layout="copies:2", agent=str(node.socket), launch=alone)
+
+    os.kill(node.agent.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(AgentUnreachable):
+            join("first")
+    finally:
+        os.kill(node.agent.pid, signal.SIGCONT)
+    time.sleep(2.0)  # what lies in the agent's sockets is answered
+    monkeypatch.setattr(seat, "CALL_TIMEOUT_S", 30.0)
+    with join("second") as second:
+        assert second.generation == 1

@@ -5,7 +5,12 @@ import pytest
 from p2pckpt import checkpointer as hook
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.errors import AgentUnreachable, LedgerUnavailable, StaleGenerationError
+from p2pckpt.errors import (
+    AgentUnreachable,
+    LedgerUnavailable,
+    StaleGenerationError,
+    UsageError,
+)
 from p2pckpt.launch import Launch
 
 
@@ -20,7 +25,7 @@ class ScriptedLink:
         kind = type(request).__name__
         self.asked.append(kind)
         said = self.says.get(kind, w.Accepted())
-        if isinstance(said, Exception):
+        if isinstance(said, BaseException):
             raise said
         return said
 
@@ -32,6 +37,32 @@ class ScriptedLink:
 def loop(monkeypatch):
     monkeypatch.setattr(hook, "AgentLink", ScriptedLink)
     return hook.Checkpointer("train", agent="/nowhere", launch=Launch(0, 1, "t"))
+
+
+@pytest.mark.parametrize(
+    ("why", "asked"),
+    [
+        (AgentUnreachable("no reply"), ["TrainerJoin", "Leave", "closed"]),
+        (LedgerUnavailable("its roster was not read"), ["TrainerJoin", "Leave", "closed"]),
+        (KeyboardInterrupt(), ["TrainerJoin", "Leave", "closed"]),
+        (UsageError("a rank of another job"), ["TrainerJoin", "closed"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_who_gives_up_joining_leaves_unless_the_seat_is_anothers(monkeypatch, why, asked):
+    """The agent may seat it all the same: then others would wait for its part of each save."""
+    links = []
+
+    class Failing(ScriptedLink):
+        def __init__(self, paths):
+            super().__init__(paths)
+            self.says["TrainerJoin"] = why
+            links.append(self)
+
+    monkeypatch.setattr(hook, "AgentLink", Failing)
+    with pytest.raises(type(why)):
+        hook.Checkpointer("train", agent="/nowhere", launch=Launch(0, 1, "t"))
+    assert links[0].asked == asked
 
 
 def outcome(verdict):
