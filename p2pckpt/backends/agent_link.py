@@ -37,10 +37,11 @@ _MAX_FRAME_BYTES = wire.MAX_FRAME_BYTES + 4096
 
 @dataclass(eq=False)
 class _Mapped:
-    """A file of the agent's as we see it: `inode` tells a new file from an old one of its name."""
+    """A file of the agent's as we see it: `inode`, with its file system's number, tells a new file
+    from an old one of its name. (Each tmpfs counts its inodes from 1.)"""
 
     memory: memoryview
-    inode: int
+    inode: tuple[int, int]
     writable: bool
     length: int
 
@@ -157,13 +158,13 @@ class AgentLink:
         length = getattr(reply, "capacity", getattr(reply, "length", found.st_size))
         if not 0 <= length <= found.st_size > 0:  # touching more would be SIGBUS
             raise FormatError(f"file {file}: needs {length} bytes, has {found.st_size}")
-        old = self._mapped.get(file)
-        if old and (old.inode, old.writable) == (found.st_ino, writable):
+        old, inode = self._mapped.get(file), (found.st_dev, found.st_ino)
+        if old and (old.inode, old.writable) == (inode, writable):
             old.length = length  # its pages are in our page table already
             return
         self.release(file)
         memory = pages.mapped(descriptors[0], found.st_size, writable)
-        self._mapped[file] = _Mapped(memory, found.st_ino, writable, length)
+        self._mapped[file] = _Mapped(memory, inode, writable, length)
 
 
 # -- the socket ------------------------------------------------------------------------------------

@@ -199,6 +199,34 @@ def test_slot_and_restore_file_travel_as_memory(shm, arena):
     story(main())
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="a mount needs root")
+def test_a_file_of_a_moved_arena_is_not_taken_for_the_old_one(shm):
+    """The agent goes on in another tmpfs, which counts its inodes from 1 as the first one did: the
+    trainer gets its new slot, under the old name, and not the old one's memory."""
+    places = [shm / "first", shm / "second"]
+
+    async def main():
+        link = None
+        for place in places:
+            made = TmpfsArena(place / "arena", 64 * MB)
+            async with serving(shm / "a.sock", Agent(made)):
+                link = link or await asyncio.to_thread(AgentLink, [str(shm / "a.sock")])
+                with contextlib.suppress(AgentUnreachable):  # that of before
+                    await asyncio.to_thread(link.call, wire.Ping("?"), 10)
+                slot = await asyncio.to_thread(link.call, wire.OpenSlot(1, 1, MB), 10)
+                link.map(slot.file)[:5] = place.name.encode()[:5]
+                assert bytes(made.view(Region(slot.file, 0, 5))) == place.name.encode()[:5]
+            made.close()
+        link.close()
+
+    with contextlib.ExitStack() as mounted:
+        for place in places:
+            place.mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "tmpfs", place], check=True)
+            mounted.callback(subprocess.run, ["umount", "-l", place], check=True)
+        story(main())
+
+
 def test_errors_arrive_by_their_class(shm, arena):
     async def main():
         agent = Agent(arena)
