@@ -213,16 +213,24 @@ class UcxTransport:
             self._child.tell(words.Unmap(file))
 
     async def withdraw(self, op: _Op) -> None:
-        """End an operation; when this returns, the mover does not touch its region."""
+        """End an operation; when this is over, also if it is cancelled, the mover does not touch
+        its region."""
         if op.ended.is_set():
             return
         self._child.tell(words.Cancel(op.number))
-        try:
-            async with asyncio.timeout(CANCEL_S):
-                await op.ended.wait()
-        except TimeoutError:
-            self._child.kill()
-            await op.ended.wait()  # set by the keeper once the mover is reaped
+        end_s: float | None = asyncio.get_running_loop().time() + CANCEL_S
+        cancelled: asyncio.CancelledError | None = None
+        while not op.ended.is_set():
+            try:
+                async with asyncio.timeout_at(end_s):
+                    await op.ended.wait()
+            except TimeoutError:
+                self._child.kill()
+                end_s = None  # the keeper sets it once the mover is reaped
+            except asyncio.CancelledError as e:
+                cancelled = e  # it goes on below: whoever is cancelled gives the region away
+        if cancelled is not None:
+            raise cancelled
 
     async def close(self) -> None:
         """See ports.Transport. Open operations end with PeerUnreachable."""

@@ -5,6 +5,7 @@ taken back keeps every byte.
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -88,6 +89,58 @@ def test_own_mover_that_is_stuck_is_killed_before_cancel_returns(world):
         await world.move(Region("big-source", 0, size), Region("big-target", 0, size))
 
     world.run(body())
+
+
+def test_a_cancel_that_is_cancelled_itself_ends_no_sooner(world):
+    """Whoever takes a grant back is in a hurry twice: its region is not touched afterwards."""
+    size, target = BIG, world.big_target
+
+    async def body():
+        grant, send = await begin(world, size)
+        stuck = world.b.mover_pid
+        os.kill(stuck, signal.SIGSTOP)
+        taking_back = asyncio.create_task(grant.cancel())
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+            taking_back.cancel()
+        await asyncio.wait({taking_back})
+        assert taking_back.cancelled()
+        target[:] = 9
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stuck, signal.SIGCONT)
+        await asyncio.wait({send})
+        await world.running(world.b)
+        assert (target == 9).all()
+
+    world.run(body())
+
+
+def test_a_send_that_is_cancelled_twice_ends_no_sooner(world):
+    """What is sent may be overwritten once `send` has ended, by whatever way."""
+    size, target = BIG, world.big_target
+    source = np.memmap(world.directory / "big-source", np.uint8, "r+", shape=(size,))
+    before = source.copy()
+
+    async def body():
+        target[:] = 0
+        _, send = await begin(world, size)
+        stuck = world.a.mover_pid
+        os.kill(stuck, signal.SIGSTOP)
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+            send.cancel()
+        await asyncio.wait({send})
+        assert send.cancelled()
+        source[:] = before + 1
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stuck, signal.SIGCONT)
+        await world.running(world.a)
+        assert ((target == before) | (target == 0)).all()
+
+    try:
+        world.run(body())
+    finally:
+        source[:] = before
 
 
 # -- peers that die, freeze or were never there ---------------------------------------------------
