@@ -204,6 +204,8 @@ class EtcdCalls:
             try:
                 status = await member.status(self._rpc_s(end))
                 self.check_cluster(status.header, member)
+                if self.closed:  # after the answer, before we were woken by it
+                    continue
                 return member
             except grpc.aio.AioRpcError as error:
                 failures[member.name] = _text(error)

@@ -373,6 +373,32 @@ def test_closing_ends_watches_and_later_calls(one, prefix):
     run(main)
 
 
+def test_closing_while_a_connection_comes_up_ends_what_waits_for_it(one, prefix):
+    """The member has answered, and the client is closed before whoever asked goes on."""
+
+    async def main():
+        asks = (
+            lambda ledger: ledger.get(prefix),
+            lambda ledger: ledger.transact(Txn((), (Put(prefix + "k", b"v"),))),
+            lambda ledger: anext(ledger.watch(prefix, 1)),
+        )
+        for ask in asks:
+            async with Etcd(one.endpoints) as etcd:
+                (only,) = etcd._calls.members
+                answer = only.status
+
+                async def status(timeout_s, etcd=etcd, answer=answer):
+                    found = await answer(timeout_s)
+                    await etcd.close()
+                    return found
+
+                only.status = status
+                with pytest.raises(LedgerUnavailable, match="closed"):
+                    await ask(etcd.ledger)
+
+    run(main)
+
+
 # -- membership -----------------------------------------------------------------------------------
 
 
