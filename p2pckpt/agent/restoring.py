@@ -150,19 +150,21 @@ class Restoring:
         self.ctx.home.holdings.reopen(held, writer)
         try:
             await self._again(ballot, rank, in_place)
-        except RestoreFailed as e:
-            self.ctx.home.holdings.writer_done(held)
-            if e.retryable:
-                raise
-            raise IntegrityError(str(e)) from e  # wrong here and wrong elsewhere: BAD, not RETRY
-        except BaseException:
-            self.ctx.home.holdings.writer_done(held)
+        except BaseException as e:
+            self._written(held, length, digest)
+            held.doubted = True  # only bad chunks are written: what was right in it still is
+            if isinstance(e, RestoreFailed) and not e.retryable:
+                raise IntegrityError(str(e)) from e  # wrong here and elsewhere: BAD, not RETRY
             raise
+        self._written(held, length, digest)
+        return w.Accepted()
+
+    def _written(self, held: Held, length: int, digest: str) -> None:
+        """A file that was mended in place has no writer any more, and is what it was before."""
         if held.kind is r.FileKind.STAGE:
             self.ctx.home.holdings.writer_done(held)
         else:
             self.ctx.home.holdings.seal(held, length, digest)
-        return w.Accepted()
 
     # -- bytes ------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from stage import now, play
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.errors import CheckpointError, RestoreFailed, StaleGenerationError
+from p2pckpt.errors import CheckpointError, RestoreFailed, SourcesAway, StaleGenerationError
 
 THREE = ("n0", "n1", "n2")
 
@@ -356,3 +356,31 @@ def test_what_is_bad_in_the_own_copy_alone_is_brought_from_others():
         assert await launch.restore() == 2
 
     play(story, layout="copies:1")
+
+
+def test_an_own_copy_that_could_not_be_mended_stays_and_takes_no_second_slot():
+    """A chunk of the own copy has rotted, and n0 reaches nobody when it is to be brought anew. The
+    copy was given up but kept its place, and that of the next try took another: with keep_last=1
+    no slot was left, and every save from then on was skipped."""
+
+    async def story(stage):
+        launch = await two_steps(stage, keep_last=1)
+        launch = await launch.again()
+        (slot,) = [h for n, h in stage.held(r.FileKind.SLOT, 2) if n == "n0"]
+        stage.nodes["n0"].store.flip(slot.file, 100, 1)
+        stage.at("note.mend", lambda: stage.cluster.isolate("n0"))
+
+        async def restore(rank):
+            if rank.rank == 0:
+                with pytest.raises(SourcesAway):
+                    await rank.restore()
+                rank.restores = 0  # the same call, in the next ballot
+                stage.cluster.heal()
+            return await rank.restore()
+
+        assert await launch.all(restore) == [(2, "local")] * 3
+        assert len([h for n, h in stage.held(r.FileKind.SLOT, 2) if n == "n0"]) == 1
+        await asyncio.sleep(5)  # until nobody reads step 2 for the first ballot any more
+        await launch.saved(3, 4)
+
+    play(story)
