@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from p2pckpt import records as r
 from p2pckpt.agent.context import RETRY_S, JobContext, Roster
-from p2pckpt.errors import LedgerForgot, LedgerUnavailable, StaleGenerationError
+from p2pckpt.errors import CheckpointError
 from p2pckpt.jobstate import JobState
 from p2pckpt.ports import (
     Listing,
@@ -235,7 +235,7 @@ async def retire(ctx: JobContext) -> None:
             if led not in (NOBODY, swept) and await _sweep(ctx):
                 swept = led
             await _retire_due(ctx)
-        except (LedgerForgot, LedgerUnavailable, StaleGenerationError) as e:
+        except CheckpointError as e:  # without room for what it has seen, too: it goes on
             ctx.note("retire_later", why=str(e))
         await ctx.until(lambda: not wanted(), RETRY_S)  # the mirror shows what was done
 

@@ -68,16 +68,16 @@ def test_a_holder_whose_mover_does_not_answer_keeps_no_file_for_it():
 
 
 class Crowded:
-    """A node's arena beside which no manifest finds room."""
+    """A node's arena beside which no manifest, or document of another kind, finds room."""
 
-    def __init__(self, arena):
-        self._arena, self.refused = arena, 0
+    def __init__(self, arena, kind="manifest-"):
+        self._arena, self._kind, self.refused = arena, kind, 0
 
     def __getattr__(self, name):
         return getattr(self._arena, name)
 
     def put_document(self, name, packed):
-        if name.startswith("manifest-"):
+        if name.startswith(self._kind):
             self.refused += 1
             raise NoRoom(f"{name}: needs {len(packed)} bytes, has 0")
         self._arena.put_document(name, packed)
@@ -99,6 +99,28 @@ def test_a_holder_without_room_for_a_manifest_keeps_no_file_for_it():
         await asyncio.sleep(30)
         held = stage.agents["n3"].home.holdings.of_job(JOB)
         assert all(h.whole and h.attempt.step == 5 for h in held)
+
+    play(story)
+
+
+def test_a_node_without_room_for_what_it_saw_of_the_ledger_retires_when_there_is_room_again():
+    """For a while n0, which has rank 0, cannot write down which revision it saw. Its retirement
+    ended with that for good: from then on the others' took its place, five seconds late, and a save
+    that came before that found no slot and was skipped."""
+
+    async def story(stage):
+        launch = await stage.launch("n0", "n1", "n2")
+        await launch.saved(1)
+        right = stage.agents["n0"].home.doors.arena
+        crowded = Crowded(right, "seen-")
+        stage.doors_of("n0", arena=crowded)
+        await launch.saved(2)
+        await asyncio.sleep(20)
+        assert crowded.refused
+        stage.doors_of("n0", arena=right)
+        await asyncio.sleep(1)
+        await launch.saved(3, 4, 5, 6)
+        assert not stage.events("note.task_failed")
 
     play(story)
 
