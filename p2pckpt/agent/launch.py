@@ -152,8 +152,8 @@ class Launches:
         self, generation: r.Generation, entry: r.RosterNode, rank: int, trainer: TrainerId
     ) -> Launch:
         """The standing launch of a generation, after a restart of this agent."""
-        launch = self.launches.get(generation.run_token)
-        if launch is None or launch.generation != generation:
+        launch = next((x for x in self.launches.values() if x.generation == generation), None)
+        if launch is None:
             call = w.TrainerJoin(
                 job=self.ctx.job,
                 rank=rank,
@@ -162,9 +162,9 @@ class Launches:
                 layout=generation.layout,
                 keep_last=generation.keep_last,
             )
-            launch = Launch(call, join_id=entry.join_id, generation=generation)
-            launch.ledger_id = self.ctx.state.ledger_id
-            self.launches[generation.run_token] = launch
+            launch = Launch(call, {}, entry.join_id, generation, self.ctx.state.ledger_id)
+            token = generation.run_token  # by which another launch may form already
+            self.launches[entry.join_id if token in self.launches else token] = launch
         launch.trainers[rank] = trainer
         return launch
 

@@ -330,6 +330,30 @@ def test_ranks_of_a_launch_that_is_begun_again_under_its_token_are_told_dead_too
     play(story)
 
 
+def test_a_rank_that_takes_its_seat_again_leaves_a_launch_of_its_token_that_forms_as_it_is():
+    """The agent of n0 restarts, and a launcher starts rank 0 again by the same token; then rank 1,
+    which lives, takes its seat. When the others are dead and come again, the launch forms: rank 0
+    is still in it."""
+
+    async def story(stage):
+        old = await stage.launch("n0", "n0", "n1", token="t")
+        stage.restart("n0")
+        await asyncio.sleep(3)
+        old.ranks[0].trainer.kill()
+        joining = asyncio.create_task(stage.form("n0", token="t", world=3, ranks=[0]).join())
+        await asyncio.sleep(1)
+        await old.ranks[1].call(w.SaveStatus(0, 1, 0.0))
+        for rank in old.ranks[1:]:
+            rank.trainer.kill()
+        await asyncio.sleep(1)
+        begun = now()
+        await stage.form("n0", "n1", token="t", world=3, ranks=[1, 2]).join()
+        await joining
+        assert now() - begun < 1.0
+
+    play(story)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_who_was_away_in_the_old_generation_is_not_away_in_the_new_one(seed):
     """Two nodes restarted without their ranks, and the reports of these are gone for long. Each has
