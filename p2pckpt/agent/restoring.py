@@ -262,7 +262,8 @@ class Restoring:
             for share in group.shares:
                 if rank in share.ranks:
                     return share
-        raise RestoreFailed(f"step {attempt.step}: no group record has rank {rank}")
+        # They were there when it was decided; no byte was read, so the step is not bad.
+        raise SourcesAway(f"step {attempt.step}: no group record has rank {rank}")
 
     # -- closing ----------------------------------------------------------------------------------
 

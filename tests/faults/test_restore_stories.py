@@ -7,11 +7,12 @@ a share is whole while its own copy or two of its three shards are left.
 import asyncio
 
 import pytest
-from stage import now, play
+from stage import JOB, now, play
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.errors import CheckpointError, RestoreFailed, SourcesAway, StaleGenerationError
+from p2pckpt.ports import Put, Txn
 
 THREE = ("n0", "n1", "n2")
 
@@ -382,5 +383,33 @@ def test_an_own_copy_that_could_not_be_mended_stays_and_takes_no_second_slot():
         assert len([h for n, h in stage.held(r.FileKind.SLOT, 2) if n == "n0"]) == 1
         await asyncio.sleep(5)  # until nobody reads step 2 for the first ballot any more
         await launch.saved(3, 4)
+
+    play(story)
+
+
+def test_group_records_that_are_gone_after_the_decision_quarantine_no_step():
+    """Somebody takes the group records of step 2 away, between the decision for it and the reading,
+    and puts them back. No byte was wrong, so step 2 is not given up: it is restored."""
+
+    async def story(stage):
+        launch = await two_steps(stage)
+        launch = await launch.again()
+        attempt = stage.state().latest().attempt
+        groups = stage.etcd.list(r.JobKeys(JOB).groups_of(attempt)).entries
+        ledger, back = stage.agents["n4"].home.doors.ledger, []
+
+        def put_back():
+            txn = Txn(puts=tuple(Put(e.key, e.value) for e in groups))
+            back.append(asyncio.ensure_future(ledger.transact(txn)))
+
+        def take_away():
+            txn = Txn(deletes=tuple(e.key for e in groups))
+            back.append(asyncio.ensure_future(ledger.transact(txn)))
+            stage.at("note.closed", put_back)
+
+        stage.at("note.decided", take_away)
+        assert await launch.restore() == 2
+        assert len(back) == 2
+        assert stage.state().quarantined() == set()
 
     play(story)
