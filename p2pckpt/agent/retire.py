@@ -221,8 +221,7 @@ async def retire(ctx: JobContext) -> None:
     def wanted() -> bool:
         if (led := _led(ctx)) == NOBODY:
             return judged.perhaps()
-        crowded = len(ctx.state.outcomes) > 2 * RECENT_OUTCOMES
-        return crowded or bool(judged.due()) or led != swept
+        return judged.crowded() or bool(judged.due()) or led != swept
 
     while True:
         await ctx.until(wanted, None)
@@ -280,6 +279,7 @@ class _Judged:
     _revision: int = -1
     _roster: Roster | None = None
     _found: list[Retirement] = field(default_factory=list)
+    _crowded: bool = False
 
     def perhaps(self) -> bool:
         """Is there more than is kept? Cheap, for those who leave it to rank 0's agent anyway; so
@@ -290,6 +290,11 @@ class _Judged:
         ours = roster.find(self.ctx.home.node) is not None
         return ours and len(self.ctx.state.commits) > generation.keep_last
 
+    def crowded(self) -> bool:
+        """Are there many outcomes, and may some go? One that is missing may hold the floor."""
+        self.due()
+        return self._crowded
+
     def due(self) -> list[Retirement]:
         """Nothing on a node that is not of the generation."""
         state, roster = self.ctx.state, self.ctx.roster
@@ -299,6 +304,8 @@ class _Judged:
             generation, node = state.generation, self.ctx.home.node
             ours = roster is not None and roster.find(node) is not None
             self._found = decide_retire(state, generation.keep_last) if generation and ours else []
+            many = len(state.outcomes) > 2 * RECENT_OUTCOMES
+            self._crowded = many and decide_trim(state) is not None
         return self._found
 
 

@@ -484,6 +484,41 @@ def test_a_trainer_killed_a_thousand_times(seed):
     play(story, seed=seed, limit_s=36000.0)
 
 
+class Counted:
+    """A node's ledger; ``lists``: the prefixes that it listed."""
+
+    def __init__(self, door):
+        self._door, self.lists = door, []
+
+    def __getattr__(self, name):
+        return getattr(self._door, name)
+
+    async def list(self, prefix):
+        self.lists.append(prefix)
+        return await self._door.list(prefix)
+
+
+def test_a_save_that_no_agent_saw_does_not_make_one_ask_the_ledger_again_and_again():
+    """One ordinal is missing, so the floor stays there for long and outcomes pile up behind it.
+    The node of rank 0 listed the job twice a second, with nothing to do."""
+
+    async def story(stage):
+        launch = await stage.launch(*FOUR)
+        await launch.saved(1)
+        launch.ordinal += 1
+        await launch.saved(*range(2, 22))
+        await asyncio.sleep(5)
+        counted = Counted(stage.agents["n0"].home.doors.ledger)
+        stage.doors_of("n0", ledger=counted)
+        await asyncio.sleep(60)
+        assert counted.lists.count(r.JobKeys(JOB).state) <= 2
+        await launch.saved(*range(22, 90))
+        await asyncio.sleep(5)
+        assert len(stage.state().outcomes) < 20
+
+    play(story)
+
+
 def test_the_keys_of_saves_that_all_abort_do_not_pile_up():
     """Forty saves in a row that fail on one rank leave no more keys in the ledger than ten do."""
 
