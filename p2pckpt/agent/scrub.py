@@ -169,8 +169,8 @@ class Scrubbing:
             return
         ctx, begun, done = self.jobs[held.job].ctx, self.home.now(), 0
         manifest = self._manifest(ctx, held)
-        if manifest is None:
-            self._read_at[key] = begun
+        if manifest is None:  # who mends that has it read anew; were it due now, nobody else ran
+            self._read_at[key], held.doubted = begun, False
             return
         for part in parts_of(manifest, held.kind, held.part):
             while self.busy() and self._age(key) < URGENT * self._period_s and not held.doubted:

@@ -12,6 +12,7 @@ from stage import COMMIT, JOB, play, until
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
+from p2pckpt.agent.holdings import document_name
 from p2pckpt.agent.repair import Repairing
 from p2pckpt.errors import PeerUnreachable, RestoreFailed
 
@@ -270,6 +271,42 @@ def test_a_repair_that_stumbles_over_a_bad_own_copy_has_it_mended_first(place):
         assert len(stage.events("note.scrub_mended")) == 1
         (slot,) = [h for _, h in stage.held(r.FileKind.SLOT, 1) if h.part == 0]
         assert bytes(files[slot.file])[: slot.length] == right
+
+    play(story, nodes=6)
+
+
+def test_a_doubted_copy_whose_manifest_rots_as_well_does_not_stop_its_agent():
+    """Repair stumbles over n0's own copy; before the scrubber looks, the manifest beside it rots,
+    too. The copy stayed the next one to be read, at once, again and again, and nothing else of the
+    agent ever ran. Both are mended, and the share is full again."""
+
+    class Asked:
+        """An arena that is asked for documents; whoever asks without end fails."""
+
+        def __init__(self, arena):
+            self._arena, self.asked = arena, 0
+
+        def __getattr__(self, name):
+            return getattr(self._arena, name)
+
+        def document(self, name):
+            self.asked += 1
+            assert self.asked < 10_000, "asked without end"
+            return self._arena.document(name)
+
+    async def story(stage):
+        await step_one(stage)
+        (slot,) = [h for _, h in stage.held(r.FileKind.SLOT, 1) if h.part == 0]
+        store = stage.nodes["n0"].store
+        right = bytes(store.files[slot.file])[: slot.length]
+        store.flip(slot.file, 100, 3)
+        stage.doors_of("n0", arena=Asked(stage.agents["n0"].home.doors.arena))
+        stage.crash(next(n for n in stage.holders("n0", 1).values() if n not in THREE))
+        await until(lambda: slot.doubted)
+        store.documents[document_name(slot.manifest_digest)] = b"rotten"
+        await until(lambda: not lacking(stage, 1), 4 * LATE_S)
+        (slot,) = [h for _, h in stage.held(r.FileKind.SLOT, 1) if h.part == 0]
+        assert bytes(store.files[slot.file])[: slot.length] == right
 
     play(story, nodes=6)
 
