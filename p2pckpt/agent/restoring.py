@@ -152,7 +152,7 @@ class Restoring:
             await self._again(ballot, rank, in_place)
         except BaseException as e:
             self._written(held, length, digest)
-            held.doubted = True  # only bad chunks are written: what was right in it still is
+            held.doubted = True  # what was right in it still is: a read checks it
             if isinstance(e, RestoreFailed) and not e.retryable:
                 raise IntegrityError(str(e)) from e  # wrong here and elsewhere: BAD, not RETRY
             raise
@@ -160,11 +160,17 @@ class Restoring:
         return w.Accepted()
 
     def _written(self, held: Held, length: int, digest: str) -> None:
-        """A file that was mended in place has no writer any more, and is what it was before."""
+        """A file that was mended in place has no writer any more, and is what it was before; but if
+        the scrubber brought the own copy meanwhile, it is read to the end of the ballot only."""
+        holdings = self.ctx.home.holdings
+        assert held.attempt is not None, "it has a writer"
+        other = holdings.find(held.attempt, r.FileKind.SLOT, held.part)
+        if other and not other.bad and other.manifest_digest == digest:
+            held.kind = r.FileKind.STAGE
         if held.kind is r.FileKind.STAGE:
-            self.ctx.home.holdings.writer_done(held)
+            holdings.writer_done(held)
         else:
-            self.ctx.home.holdings.seal(held, length, digest)
+            holdings.seal(held, length, digest)
 
     # -- bytes ------------------------------------------------------------------------------------
 

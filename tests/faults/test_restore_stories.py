@@ -7,7 +7,7 @@ a share is whole while its own copy or two of its three shards are left.
 import asyncio
 
 import pytest
-from stage import JOB, now, play
+from stage import JOB, now, play, until
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
@@ -413,3 +413,28 @@ def test_group_records_that_are_gone_after_the_decision_quarantine_no_step():
         assert stage.state().quarantined() == set()
 
     play(story)
+
+
+def test_an_own_copy_that_is_mended_by_scrub_and_by_a_restore_takes_one_slot():
+    """The scrubber has found a wrong chunk in the own copy and brings it anew, which takes a while;
+    a restore begins, and brings that chunk in place. Two copies were kept: with keep_last=1 no slot
+    was left, and every save from then on was skipped."""
+
+    async def story(stage):
+        launch = await two_steps(stage, keep_last=1)
+        launch = await launch.again()
+        await asyncio.sleep(3)
+        (slot,) = [h for n, h in stage.held(r.FileKind.SLOT, 2) if n == "n0"]
+        stage.nodes["n0"].store.flip(slot.file, 100, 1)
+        await until(lambda: stage.events("note.scrub_found"), every_s=0.001)
+        assert await launch.restore() == 2
+        assert stage.events("note.mend")
+        await asyncio.sleep(5)
+        assert len([h for n, h in stage.held(r.FileKind.SLOT, 2) if n == "n0"]) == 1
+        left = stage.agents["n0"].home.holdings.of_job(JOB)
+        assert not [h for h in left if h.kind is r.FileKind.STAGE]
+        await launch.saved(3)
+        await asyncio.sleep(5)
+        await launch.saved(4)
+
+    play(story, scrub_period_s=60.0, bytes_per_s=20e3)
