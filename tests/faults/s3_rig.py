@@ -9,6 +9,7 @@ from p2pckpt.agent.daemon import Agent
 from p2pckpt.backends.inproc.cluster import FakeCluster
 from p2pckpt.coding.checksum import verify_chunks
 from p2pckpt.config import Config
+from p2pckpt.errors import AgentUnreachable
 from p2pckpt.jobstate import JobState
 from simulations.world import clock
 from simulations.world.checkers import content
@@ -81,7 +82,12 @@ class Rig:
             keep_last=self.keep_last,
             timeout_s=120.0,
         )
-        await self.ranks[rank].call(call)
+        for _ in range(100):
+            try:
+                return await self.ranks[rank].call(call)
+            except AgentUnreachable:  # it starts: a trainer asks again
+                await asyncio.sleep(0.1)
+        return await self.ranks[rank].call(call)
 
     async def all(self, work):
         async with asyncio.TaskGroup() as group:
