@@ -5,6 +5,9 @@ retired. Each such wait is a predicate on what the agent knows, and knowing more
 all of them. So a change does not say who it is for: everybody looks, and who sees what he waited
 for goes on.
 
+All deadlines of a job share one timer of the event loop: nearly every wait is over long before its
+own, and a thousand agents in one loop would keep it sorting timers that never ring.
+
 Contract: `wake` lets all look in the next turn of the event loop, once for all that changes until
 then, `look` at once; a predicate that was true only in between is not seen. What a predicate raises
 is raised where it was waited for. No wait takes longer than its timeout.
@@ -16,8 +19,10 @@ an agent for which nothing changes does nothing.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass
@@ -26,9 +31,12 @@ class Waiting:
 
     wakes: int = 0
     """How often all were let look: who sees another number knows that something changed."""
-    _bells: dict[asyncio.Future[bool], Callable[[], bool]] = field(default_factory=dict)
+    _bells: dict[asyncio.Future[bool], _Wait] = field(default_factory=dict)
     """Rung with True by a change, with False by the timeout."""
     _woken: bool = False
+    _alarm: asyncio.TimerHandle | None = None
+    _alarm_at: float = math.inf
+    """Not after the first deadline, perhaps before it: who stops waiting leaves it as it is."""
 
     def wake(self) -> None:
         """Something changed."""
@@ -44,37 +52,57 @@ class Waiting:
         """Something changed, and it is the last of it for now: all look at once."""
         self._woken = False
         self.wakes += 1
-        for bell, ready in list(self._bells.items()):
+        for bell, wait in list(self._bells.items()):
             try:
-                if not bell.done() and ready():
+                if not bell.done() and wait.ready():
                     bell.set_result(True)
             except Exception as e:
                 bell.set_exception(e)
 
     async def until(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait until `ready()`; False if it is not after `timeout_s`. None: however long."""
+        if ready():
+            return True
+        if timeout_s is not None and timeout_s <= 0:
+            return False
         loop = asyncio.get_running_loop()
-        deadline = None if timeout_s is None else loop.time() + timeout_s
-        while not ready():
-            if timeout_s is not None and timeout_s <= 0:
-                return False
+        wait = _Wait(ready, math.inf if timeout_s is None else loop.time() + timeout_s)
+        while True:
             bell: asyncio.Future[bool] = loop.create_future()
-            self._bells[bell] = ready
-            timer = None if deadline is None else loop.call_at(deadline, _time_out, bell)
+            self._bells[bell] = wait
+            if wait.deadline < self._alarm_at:
+                self._set_alarm(loop, wait.deadline)
             try:
-                if not await bell:
-                    return ready()
+                rung = await bell
             finally:
                 del self._bells[bell]
-                if timer is not None:
-                    timer.cancel()
-        return True
+            if ready():
+                return True
+            if not rung:
+                return False
+
+    def _set_alarm(self, loop: asyncio.AbstractEventLoop, at: float) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at, self._alarm = at, loop.call_at(at, self._on_alarm, loop)
+
+    def _on_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the waits that were to end by now, whatever the clock says."""
+        due, first = self._alarm_at, math.inf
+        self._alarm_at, self._alarm = math.inf, None
+        for bell, wait in self._bells.items():
+            if wait.deadline > due:
+                first = min(first, wait.deadline)
+            elif not bell.done():
+                bell.set_result(False)
+        if first < math.inf:
+            self._set_alarm(loop, first)
 
     async def changed(self, wakes: int, timeout_s: float) -> bool:
         """Wait until anything changed since there were so many wakes; False after `timeout_s`."""
         return await self.until(lambda: self.wakes != wakes, timeout_s)
 
 
-def _time_out(bell: asyncio.Future[bool]) -> None:
-    if not bell.done():
-        bell.set_result(False)
+class _Wait(NamedTuple):
+    ready: Callable[[], bool]
+    deadline: float

@@ -71,6 +71,49 @@ def test_a_timer_of_a_skewed_clock_that_rings_too_early_ends_the_wait_all_the_sa
     clock.run(main(), limit_s=1e6, limit_turns=100)
 
 
+def test_waits_of_one_job_end_each_at_its_own_time_with_one_timer():
+    async def main():
+        waiting, loop, ended = Waiting(), asyncio.get_running_loop(), []
+
+        async def wait(timeout_s, ready=lambda: False):
+            came = await waiting.until(ready, timeout_s)
+            ended.append((loop.time(), came))
+
+        came = []
+        begun = [asyncio.ensure_future(wait(t)) for t in (9.0, 3.0, 5.0, 3.0, None)]
+        begun.append(asyncio.ensure_future(wait(4.0, lambda: bool(came))))
+        await asyncio.sleep(2)
+        assert sum(not timer.cancelled() for timer in loop._scheduled) == 1
+        begun.append(asyncio.ensure_future(wait(0.5)))  # from 2 to 2.5, before all others
+        await asyncio.sleep(1.75)
+        came.append(1)
+        waiting.wake()
+        waiting.wake()
+        await asyncio.sleep(10)
+        begun[4].cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+        times = [(pytest.approx(at), by) for at, by in ((2.5, False), (3, False), (3, False))]
+        later = [(pytest.approx(at), by) for at, by in ((3.75, True), (5, False), (9, False))]
+        assert ended == times + later
+        assert not waiting._bells
+
+    run(main)
+
+
+def test_a_wait_that_is_rung_in_vain_keeps_its_deadline():
+    async def main():
+        waiting, loop = Waiting(), asyncio.get_running_loop()
+        answers = iter((False, True, False))  # true only while all look
+
+        wait = asyncio.ensure_future(waiting.until(lambda: next(answers, False), 5.0))
+        await asyncio.sleep(1)
+        waiting.wake()
+        assert not await wait
+        assert loop.time() == pytest.approx(5.0)
+
+    run(main)
+
+
 def test_changes_of_one_turn_are_looked_at_once():
     async def main():
         waiting, asked = Waiting(), []
