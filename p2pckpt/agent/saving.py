@@ -67,6 +67,8 @@ class Saving:
         self.gathering = gathering
         self.living_ranks = living_ranks
         self.open: dict[str, OwnAttempt] = {}
+        self._untold: list[OwnAttempt] = []
+        ctx.waiting.first.append(self._remember)
 
     # -- the trainers' calls ----------------------------------------------------------------------
 
@@ -154,15 +156,15 @@ class Saving:
             if mine and held.attempt != attempt:
                 self.ctx.home.holdings.writer_done(held)
 
-    async def _remember(self, own: OwnAttempt) -> None:
-        """Keep the outcome for trainers that ask when the ledger has forgotten it."""
-        attempt = own.attempt
+    def _remember(self) -> None:
+        """Keep the outcomes for trainers that ask when the ledger has forgotten them."""
+        if self._untold:
+            for own in self._untold:
+                own.outcome = self._outcome(own.attempt)
+            self._untold = [o for o in self._untold if o.outcome is None and self._has(o)]
 
-        def over() -> bool:
-            return self._outcome(attempt) is not None or self.open.get(attempt.key) is not own
-
-        await self.ctx.until(over, None)
-        own.outcome = self._outcome(attempt)
+    def _has(self, own: OwnAttempt) -> bool:
+        return self.open.get(own.attempt.key) is own
 
     async def status(self, call: w.SaveStatus) -> r.Record:
         """The outcome, waiting at most `wait_s`."""
@@ -255,7 +257,8 @@ class Saving:
             closed = ctx.state.lineage(attempt.generation)
             lineage = closed.lineage if closed and closed.ballot else None
             own = self.open[attempt.key] = OwnAttempt(attempt, found[1].ranks, lineage)
-            ctx.home.spawn(f"outcome {attempt.key}", self._remember(own))
+            self._untold.append(own)
+            self._remember()
         return own
 
     def _may_take(self, rank: int) -> bool:

@@ -49,7 +49,8 @@ async def hand_in_share(
         share=sealed,
     )
     await hand_in(ctx, roster, piece, gathering, write, lambda: ctx.decided(attempt))
-    ctx.wake()  # for who waits until this task is done
+    if not ctx.decided(attempt):
+        ctx.wake()  # for who waits until this task is done; the outcome woke them itself
 
 
 async def settle(

@@ -31,6 +31,8 @@ class Waiting:
 
     wakes: int = 0
     """How often all were let look: who sees another number knows that something changed."""
+    first: list[Callable[[], None]] = field(default_factory=list)
+    """Called whenever all look, before they do: for who only takes down what may be gone later."""
     _bells: dict[asyncio.Future[bool], _Wait] = field(default_factory=dict)
     """Rung with True by a change, with False by the timeout."""
     _woken: bool = False
@@ -52,6 +54,8 @@ class Waiting:
         """Something changed, and it is the last of it for now: all look at once."""
         self._woken = False
         self.wakes += 1
+        for take_down in self.first:
+            take_down()
         for bell, wait in list(self._bells.items()):
             try:
                 if not bell.done() and wait.ready():

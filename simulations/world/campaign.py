@@ -45,6 +45,7 @@ LAYOUTS = (
     "copies:3",
 )  # fmt: skip
 BUCKET = ("bucket_outage", "bucket_slow", "bucket_errors", "bucket_damage", "power_lost")
+BUSY = "busy_cores"
 FAULTS_OF_A_SEED = 10
 
 
@@ -56,10 +57,11 @@ def draw(seed: int) -> Options:
     racks = rng.choice((nodes, max(2, nodes // 2), max(3, nodes // 2 + 1)))
     offload_every = rng.choice((0, 2, 3))
     kinds = [k for k in sorted(FAULTS) if offload_every or k not in BUCKET]
+    kinds.remove(BUSY)
     chosen = rng.sample(kinds, rng.randint(4, 9))
     faults = chosen + [rng.choice(chosen) for _ in range(FAULTS_OF_A_SEED - len(chosen))]
     rng.shuffle(faults)
-    return Options(
+    options = Options(
         seed=seed,
         nodes=nodes,
         racks=racks,
@@ -78,6 +80,9 @@ def draw(seed: int) -> Options:
         faults=tuple(faults),
         auto=bool(offload_every) and rng.random() < 0.4,
     )
+    if rng.random() < 0.25:  # after all else: worlds that found something stay what they were
+        faults[rng.randrange(FAULTS_OF_A_SEED)] = BUSY
+    return replace(options, faults=tuple(faults))
 
 
 def _shards(layout: str) -> int:

@@ -142,6 +142,19 @@ async def pause(_world: HasWorld, node: FakeNode, fault: Fault) -> None:
     node.resume()
 
 
+async def busy_cores(world: HasWorld, node: FakeNode, fault: Fault) -> None:
+    """Somebody else takes all cores of a node; or of all nodes, and for longer than a save may
+    take: what the agents compute (codes, checksums) stands, and they themselves live."""
+    nodes, lasts_s = [node], fault.lasts_s
+    if Random(fault.chance).random() < 0.5:
+        nodes, lasts_s = [world.cluster.nodes[name] for name in world.living], 3 * lasts_s
+    for each in nodes:
+        each.take_cores()
+    await asyncio.sleep(lasts_s)
+    for each in nodes:
+        each.give_cores()
+
+
 async def mover_dies(_world: HasWorld, node: FakeNode, fault: Fault) -> None:
     """The process that moves payload dies some times; the agent lives."""
     for _ in range(5):
@@ -297,6 +310,7 @@ FAULTS: dict[str, Strike] = {
         crash_keep,
         flapping,
         pause,
+        busy_cores,
         mover_dies,
         trainer_dies,
         node_leaves,

@@ -129,6 +129,21 @@ def test_changes_of_one_turn_are_looked_at_once():
     run(main)
 
 
+def test_who_takes_down_what_may_be_gone_later_is_called_before_the_others_look():
+    async def main():
+        waiting, state, taken = Waiting(), [], []
+        waiting.first.append(lambda: taken.extend(state))
+        wait = asyncio.ensure_future(waiting.until(lambda: bool(taken), None))
+        await asyncio.sleep(0)
+        state.append("outcome")
+        waiting.look()
+        state.clear()
+        assert await wait
+        assert taken == ["outcome"]
+
+    run(main)
+
+
 def test_what_a_predicate_raises_is_raised_where_it_is_waited_for():
     async def main():
         waiting, wrong = Waiting(), []

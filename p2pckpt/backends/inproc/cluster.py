@@ -38,7 +38,7 @@ from p2pckpt.backends.inproc.peers import PeersDoor
 from p2pckpt.backends.inproc.ram import FakeArena, Store
 from p2pckpt.backends.inproc.trainers import FakeTrainer, TrainersDoor, TrainerSocket
 from p2pckpt.backends.inproc.transport import TransportDoor
-from p2pckpt.backends.inproc.workers import InlineWorkers, SeededIds
+from p2pckpt.backends.inproc.workers import Cores, InlineWorkers, SeededIds
 from p2pckpt.errors import UsageError
 from p2pckpt.ports import Doors, TrainerId
 
@@ -158,6 +158,7 @@ class FakeNode:
         self._life.end()
         self._peers = PeersDoor(cluster.net, name)
         self._transport: TransportDoor | None = None
+        self._cores = Cores()
 
     def doors(self) -> Doors:
         """The doors of a fresh start of the agent. Raises UsageError if one runs already."""
@@ -181,7 +182,7 @@ class FakeNode:
             "transport": GuardedTransport(self._transport, life),
             "arena": Guarded(arena, life),
             "trainers": GuardedTrainers(TrainersDoor(self._socket), life),
-            "workers": Guarded(InlineWorkers(cluster.rng), life),
+            "workers": Guarded(InlineWorkers(cluster.rng, self._cores), life),
         }
         if cluster.bucket is not None:
             doors["objects"] = Guarded(ObjectsDoor(cluster.bucket, self.name), life)
@@ -218,6 +219,17 @@ class FakeNode:
         self._log("resume", {})
         self._cluster.net.thaw(self.name)
         self._life.resume()
+
+    def take_cores(self) -> None:
+        """Somebody else computes here: what the agent has the workers do stands, until as many
+        `give_cores`."""
+        self._log("fault.cores", {})
+        self._cores.take()
+
+    def give_cores(self) -> None:
+        """The workers go on."""
+        self._log("cores", {})
+        self._cores.give()
 
     def mover_dies(self) -> None:
         """The agent's process for payload dies, with all transfers, and is replaced."""
