@@ -83,8 +83,7 @@ class JobContext:
     readings: dict[str, Reading] = field(default_factory=dict)  # by key
     proven_revision: int = 0  # of the newest linearizable read that found nothing gone back
     proven_at: float = -1e9
-    trouble: str = ""
-    """Why the ledger took no transaction of this job the last time; "" if it answered."""
+    trouble: str = ""  # why the ledger took no transaction the last time; "" if it answered
     waiting: Waiting = field(default_factory=Waiting)
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
     _proving: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -240,14 +239,9 @@ class JobContext:
         """Make the job's records if there are none: ledger id and floor."""
         if (await self.refresh()).ledger_id:
             return
-        txn = Txn(
-            compares=(absent(self.keys.ledger_id),),
-            puts=(
-                Put(self.keys.ledger_id, self.home.doors.ids.new().encode()),
-                Put(self.keys.floor, FLOOR_START),
-            ),
-        )
-        await self.transact(txn)
+        born = Put(self.keys.ledger_id, self.home.doors.ids.new().encode())
+        floor = Put(self.keys.floor, FLOOR_START)
+        await self.transact(Txn((absent(self.keys.ledger_id),), (born, floor)))
         await self.refresh()
 
     async def transact(self, txn: Txn, though_frozen: bool = False) -> bool:
@@ -320,7 +314,14 @@ class JobContext:
             self.home.spawn(f"track {attempt.key}", self._track(attempt, timeout_s))
 
     async def _track(self, attempt: r.Attempt, timeout_s: float) -> None:
-        if not await self.until(lambda: self.decided(attempt), timeout_s + self.spread_s()):
+        ended = False
+
+        def settled() -> bool:
+            nonlocal ended
+            ended = ended or self.decided(attempt)  # for good, whatever a ledger shows later
+            return self.state.settled(attempt) != ""
+
+        if not (await self.until(settled, timeout_s + self.spread_s()) or ended):
             known, late_s = self.hindered, self.home.config.takeover_s
             await self.until(lambda: self.decided(attempt) or attempt in known, late_s)
             why = known.get(attempt, "")  # who knows it was first to say so
@@ -328,7 +329,7 @@ class JobContext:
                 attempt, self.because(f"no outcome within {timeout_s:.0f} s{why and '; '}{why}")
             )
         while True:
-            await self.until(lambda: self.state.settled(attempt) != "", None)
+            await self.until(settled, None)
             shown = self.state.revision
             # Were the ledger lost right now, what this goes for must be remembered somewhere.
             await self.until(lambda: not self.uncopied(), self.home.config.ledger_timeout_s)
@@ -378,11 +379,8 @@ class JobContext:
     def uncopied(self) -> list[r.Commit]:
         """Commits of which this node holds bytes, and no copy of the record beside them yet."""
         documents, holdings = self.home.doors.arena.documents(), self.home.holdings
-        return [
-            commit
-            for commit in self.state.commits.values()
-            if copy_name(commit.attempt) not in documents and holdings.of_attempt(commit.attempt)
-        ]
+        new = (c for c in self.state.commits.values() if copy_name(c.attempt) not in documents)
+        return [commit for commit in new if holdings.of_attempt(commit.attempt)]
 
     async def load_roster(self) -> Roster | None:
         """The current generation's roster, read once. None while there is no generation."""

@@ -71,6 +71,8 @@ class Scheduling:
         self.pages: dict[TrainerId, Page] = {}
         self.tuning = Tuning(ctx)
         self._seating = asyncio.Lock()
+        self._to_tune = False
+        ctx.waiting.first.append(self._take_down)
 
     # -- boards -----------------------------------------------------------------------------------
 
@@ -125,18 +127,20 @@ class Scheduling:
     # -- loops ------------------------------------------------------------------------------------
 
     async def loop(self) -> None:
-        """For ever: post what is new; tune after each commit of ours."""
+        """For ever: tune after each commit of ours."""
         while True:
-            await self.ctx.until(self._has_news, None)
-            self._post()
-            if self.tuning.learn() and self._leads():
-                try:
-                    await self._tune()
-                except CheckpointError as e:
-                    self.ctx.note("tune_later", why=str(e))
+            await self.ctx.until(lambda: self._to_tune, None)
+            self._to_tune = False
+            try:
+                await self._tune()
+            except CheckpointError as e:
+                self.ctx.note("tune_later", why=str(e))
 
-    def _has_news(self) -> bool:
-        return any(map(self._is_news, self.pages.values())) or self.tuning.has_news()
+    def _take_down(self) -> None:
+        """Post what is new; learn from what is over."""
+        self._post()
+        if self.tuning.has_news() and self.tuning.learn() and self._leads():
+            self._to_tune = True
 
     def slot_done(self, attempt: r.Attempt) -> None:
         """A rank here is done with its part: from now on the save settles without it."""
