@@ -113,16 +113,22 @@ class Saving:
         ctx.home.spawn(f"end {attempt.key}", ctx.abort(attempt, reason))
         return await ctx.until(lambda: ctx.decided(attempt), ctx.home.config.skip_wait_s)
 
+    async def _given_up(self, attempt: r.Attempt, reason: str) -> SaveAborted:
+        decided = await self._end(attempt, reason)
+        why = self._why(attempt) if decided else self.ctx.because(reason)
+        return SaveAborted(f"step {attempt.step}: {why}")
+
     async def slot_done(self, rank: int, call: w.SlotDone) -> r.Record:
         """The snapshot is whole; the last local rank starts the share on its way."""
         own = self._own(call.ordinal, call.step)
         held = own.slots.get(rank)
         if held is None or held.attempt != own.attempt:
             reason = f"rank {rank} has no slot for it: the agent restarted, or it was given up"
-            decided = await self._end(own.attempt, reason)
-            why = self._why(own.attempt) if decided else self.ctx.because(reason)
-            raise SaveAborted(f"step {call.step}: {why}")
-        self.ctx.home.holdings.seal(held, call.length, "")
+            raise await self._given_up(own.attempt, reason)
+        try:
+            self.ctx.home.holdings.seal(held, call.length, "")
+        except CheckpointError as e:
+            raise await self._given_up(own.attempt, f"rank {rank}: {e}") from e
         own.done[rank] = call
         self.prepare(held.capacity)
         if set(own.done) == set(own.ranks) and not self.ctx.decided(own.attempt):

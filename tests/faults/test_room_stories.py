@@ -8,7 +8,8 @@ import asyncio
 import pytest
 from stage import ABORT, CHUNK, COMMIT, JOB, now, play, until
 
-from p2pckpt.errors import NoRoom, PeerUnreachable
+from p2pckpt import records as r
+from p2pckpt.errors import NoRoom, PeerUnreachable, SaveAborted
 
 FOUR = ("n0", "n1", "n2", "n3")
 
@@ -121,6 +122,38 @@ def test_a_node_without_room_for_what_it_saw_of_the_ledger_retires_when_there_is
         await asyncio.sleep(1)
         await launch.saved(3, 4, 5, 6)
         assert not stage.events("note.task_failed")
+
+    play(story)
+
+
+class Unwritten(Crowded):
+    """The same of the records that say that a file of some kind is whole."""
+
+    def put_record(self, file, record):
+        if record.kind is r.FileKind.SLOT and record.state is r.FileState.WHOLE:
+            self.refused += 1
+            raise NoRoom(f"{file}: needs 300 bytes, has 0")
+        self._arena.put_record(file, record)
+
+
+def test_a_snapshot_without_room_for_its_record_ends_the_save_at_once():
+    """n1's rank has written its snapshot, and the record beside it finds no room. Nobody put an end
+    to the save then: all waited for its deadline, and had no slot for the next ones meanwhile."""
+
+    async def story(stage):
+        launch = await stage.launch("n0", "n1", "n2")
+        await launch.saved(1)
+        right = stage.agents["n1"].home.holdings._arena
+        crowded = Unwritten(right)
+        stage.agents["n1"].home.holdings._arena = crowded
+        begun = now()
+        with pytest.raises(SaveAborted, match=r"rank 1: .*needs 300 bytes"):
+            await launch.begin(2)
+        assert (await launch.outcome(launch.ordinal - 1, 2)).verdict is ABORT
+        assert now() - begun < 5
+        assert crowded.refused
+        stage.agents["n1"].home.holdings._arena = right
+        await launch.saved(3, 4, 5)
 
     play(story)
 
