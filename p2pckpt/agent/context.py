@@ -93,8 +93,7 @@ class JobContext:
         self.keys = r.JobKeys(self.job)
         self.state = JobState(self.keys)
         self.home.followers.append(self)
-        if (packed := self.home.doors.arena.document(seen_name(self.job))) is not None:
-            self.seen = unpack(packed, r.LedgerSeen)
+        self.seen = self.home.last_seen(self.job)
 
     def ledger_is_at(self, revision: int, seen: int) -> None:
         """The ledger has a lower revision than one before: freeze, unless all that is known of the

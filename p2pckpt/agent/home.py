@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 from p2pckpt import records as r
 from p2pckpt.agent.governing import Governed, Governing
-from p2pckpt.agent.holdings import Holdings
+from p2pckpt.agent.holdings import Holdings, seen_name
 from p2pckpt.config import Config
-from p2pckpt.errors import CheckpointError
+from p2pckpt.errors import CheckpointError, FormatError
 from p2pckpt.ports import Change, Doors, Living, Session
 from p2pckpt.wire import unpack
 
@@ -81,6 +81,15 @@ class Home:
     def cut_off(self) -> bool:
         """No renewal for a whole lease: this agent may be taken for lost."""
         return self.session is None or self.now() - self.kept_at > self.config.lease_s
+
+    def last_seen(self, job: str) -> r.LedgerSeen | None:
+        """What the agents of this store have seen of a job's ledger; None if nobody can tell."""
+        packed = self.doors.arena.document(seen_name(job))
+        try:
+            return None if packed is None else unpack(packed, r.LedgerSeen)
+        except FormatError as e:  # then the ledger that is there now is the one that was seen
+            self.doors.notes("seen_damaged", {"job": job, "why": str(e)})
+            return None
 
     def kept(self, asked_at: float, anew: bool = False) -> None:
         """The session was opened ``anew`` or renewed, which was asked for at `asked_at`."""

@@ -189,6 +189,26 @@ async def go_on(launch, step):
     launch.kill()
 
 
+def test_a_bit_flips_in_what_an_agent_saw_of_the_ledger():
+    """n1's agent is started again and cannot read which ledger it knew. It ended with that, at
+    every start; and no save of the job had n1's share any more."""
+
+    async def story(stage):
+        launch = await stage.launch(*RANKS)
+        await launch.saved(1)
+        documents = stage.nodes["n1"].store.documents
+        (name,) = (name for name in documents if name.startswith("seen-"))
+        documents[name] = flipped(documents[name], Random(SEED))
+        stage.restart("n1")
+        await launch.saved(2)
+        assert stage.events("note.seen_damaged", "n1")
+        assert wire.unpack(documents[name], r.LedgerSeen).ledger_id == stage.state().ledger_id
+        launch = await launch.again()
+        assert await launch.restore() == 2
+
+    play(story)
+
+
 @ROUNDS
 @pytest.mark.parametrize("place", PLACES)
 def test_a_bit_flips_where_it_lies(place, rounds, table):
