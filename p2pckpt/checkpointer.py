@@ -245,7 +245,12 @@ class Checkpointer:
         self._seat.call(w.SlotDone(ordinal, step, length, text))
 
     def look(self, handle: SaveHandle, wait_s: float) -> None:
-        """Bring a handle up to date, waiting at most `wait_s`."""
+        """Bring a handle up to date, waiting at most `wait_s`. Raises UsageError after `close`."""
+        if self._seat.closed:
+            raise UsageError(
+                f"save of step {handle.step}: in flight when this Checkpointer was closed, and "
+                "perhaps committed since; wait for it before"
+            )
         try:
             ask = w.SaveStatus(handle._ordinal, handle.step, wait_s)
             reply = self._seat.call(ask, wait_s + self._seat.patience_s)

@@ -16,7 +16,7 @@ class Looks(Protocol):
     """Who can bring a handle up to date."""
 
     def look(self, handle: SaveHandle, wait_s: float) -> None:
-        """Ask the agent how it stands, waiting at most `wait_s`."""
+        """Ask the agent how it stands, waiting at most `wait_s`. Raises UsageError if closed."""
         ...
 
 
@@ -37,7 +37,8 @@ class SaveHandle:
     """One save. ``status``: "in flight", "committed", "aborted", "skipped" or "failed".
 
     "skipped": this attempt was not taken on any rank; "aborted": it ended without commit;
-    "failed": this rank could not take part. ``reason`` says why.
+    "failed": this rank could not take part. ``reason`` says why. Who closes the Checkpointer while
+    it is in flight cannot ask any more: then `done` and `wait` raise UsageError.
     """
 
     step: int

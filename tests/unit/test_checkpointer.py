@@ -93,6 +93,18 @@ def test_an_error_that_stays_ends_a_handle(loop):
     assert handle.status == "failed"
 
 
+def test_a_handle_in_flight_is_not_said_to_have_failed_by_a_close(loop, monkeypatch):
+    """The save goes on in the agent, and may commit; who asks then asks too late."""
+    monkeypatch.setattr(hook, "LAST_OUTCOME_S", 0.0)
+    handle = in_flight(loop)
+    loop._seat.link.says["SaveStatus"] = w.SaveState(None)
+    loop.close()
+    for ask in (handle.wait, handle.done):
+        with pytest.raises(UsageError, match="step 5: in flight when this Checkpointer was closed"):
+            ask()
+    assert handle.status == "in flight"
+
+
 def test_who_cannot_tell_of_a_failed_save_leaves_all_the_same(loop):
     """Else the rank counts as living for as long as its process does, which goes on without it."""
     loop._untold.append(w.SlotFailed(0, 5, "late"))
