@@ -25,7 +25,7 @@ from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.context import RETRY_S, Home, JobContext
 from p2pckpt.agent.deciding import ask_all
-from p2pckpt.agent.holdings import copy_name, seen_name
+from p2pckpt.agent.holdings import copy_name
 from p2pckpt.agent.polling import poll
 from p2pckpt.errors import CheckpointError, FormatError, LedgerUnavailable
 from p2pckpt.jobstate import JobState, entry_of
@@ -304,7 +304,7 @@ def _free(ctx: JobContext, ids: set[str]) -> int:
     _remove_copies(ctx, ids)
     if ctx.seen is not None and ctx.seen.ledger_id in ids:
         ctx.seen = None
-        ctx.home.doors.arena.remove(seen_name(ctx.job))
+        ctx.home.remember(ctx.job, None)
     return len(gone)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from msgspec import structs
 
 from p2pckpt import records as r
-from p2pckpt.agent.holdings import copy_name, seen_name
+from p2pckpt.agent.holdings import copy_name
 from p2pckpt.agent.home import RETRY_S, Home
 from p2pckpt.agent.roster import Roster
 from p2pckpt.agent.waiting import Waiting
@@ -35,7 +35,7 @@ from p2pckpt.errors import (
 from p2pckpt.jobstate import FLOOR_START, JobState, forgot
 from p2pckpt.ports import Put, Session, Txn, absent
 from p2pckpt.save.commit import abort_txn
-from p2pckpt.wire import pack, unpack
+from p2pckpt.wire import unpack
 
 __all__ = ["RETRY_S", "Home", "JobContext", "Roster"]
 
@@ -217,7 +217,7 @@ class JobContext:
     def _remember(self, seen: r.LedgerSeen) -> None:
         """Beside the bytes, for the next agent of this store."""
         self.seen = seen
-        self.home.doors.arena.put_document(seen_name(self.job), pack(seen))
+        self.home.remember(self.job, seen)
 
     def wake(self) -> None:
         """Let everybody who waits look again: soon, and once for all that happens until then."""

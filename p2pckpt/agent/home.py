@@ -23,7 +23,7 @@ from p2pckpt.agent.holdings import Holdings, seen_name
 from p2pckpt.config import Config
 from p2pckpt.errors import CheckpointError, FormatError
 from p2pckpt.ports import Change, Doors, Living, Session
-from p2pckpt.wire import unpack
+from p2pckpt.wire import pack, unpack
 
 RETRY_S = 0.5
 """Pause after an unavailable ledger before the next try; each try has its own deadline."""
@@ -67,6 +67,8 @@ class Home:
     _living: Living | None = None
     _living_at: float = -1e9
     _went_back: asyncio.Event = field(default_factory=asyncio.Event)
+    _unwritten: dict[str, r.LedgerSeen] = field(default_factory=dict)
+    """What was seen of jobs' ledgers, and found no room beside the bytes yet."""
 
     def __post_init__(self) -> None:
         self.governing = Governing(self.config, self.doors.transport)
@@ -91,8 +93,26 @@ class Home:
             self.doors.notes("seen_damaged", {"job": job, "why": str(e)})
             return None
 
+    def remember(self, job: str, seen: r.LedgerSeen | None) -> None:
+        """Write it beside the bytes, or take it away; what finds no room, when there is some."""
+        self._unwritten.pop(job, None)
+        if seen is None:
+            self.doors.arena.remove(seen_name(job))
+        else:
+            self._unwritten[job] = seen
+            self._write_down()
+
+    def _write_down(self) -> None:
+        for job, seen in list(self._unwritten.items()):
+            try:
+                self.doors.arena.put_document(seen_name(job), pack(seen))
+                del self._unwritten[job]
+            except CheckpointError as e:
+                self.doors.notes("seen_later", {"job": job, "why": str(e)})
+
     def kept(self, asked_at: float, anew: bool = False) -> None:
         """The session was opened ``anew`` or renewed, which was asked for at `asked_at`."""
+        self._write_down()
         if anew or asked_at - self.kept_at > self._gap_s:
             self._steady_since = asked_at
         self.kept_at = asked_at

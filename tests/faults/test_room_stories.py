@@ -10,6 +10,7 @@ from stage import ABORT, CHUNK, COMMIT, JOB, now, play, until
 
 from p2pckpt import records as r
 from p2pckpt.errors import NoRoom, PeerUnreachable, SaveAborted
+from p2pckpt.wire import unpack
 
 FOUR = ("n0", "n1", "n2", "n3")
 
@@ -154,6 +155,45 @@ def test_a_snapshot_without_room_for_its_record_ends_the_save_at_once():
         assert crowded.refused
         stage.agents["n1"].home.holdings._arena = right
         await launch.saved(3, 4, 5)
+
+    play(story)
+
+
+def test_a_save_without_room_for_what_was_seen_of_the_ledger_commits():
+    """n0 opens the lineage of the first save and cannot write down which revision it saw then. It
+    gave the save up for that, of which every share was sealed. When there is room, it is written
+    down with nobody asking."""
+
+    async def story(stage):
+        launch = await stage.launch("n0", "n1", "n2")
+        right = stage.agents["n0"].home.doors.arena
+        crowded = Crowded(right, "seen-")
+        stage.doors_of("n0", arena=crowded)
+        await launch.saved(1)
+        assert crowded.refused
+        stage.doors_of("n0", arena=right)
+        await asyncio.sleep(10)
+        (name,) = (name for name in right.documents() if name.startswith("seen-"))
+        assert unpack(right.document(name), r.LedgerSeen) == stage.agents["n0"].jobs[JOB].ctx.seen
+
+    play(story)
+
+
+def test_a_launch_without_room_for_what_was_seen_of_the_ledger_restores_and_saves():
+    """The same on all nodes, for long. A rank was told NoRoom when its generation stood, others had
+    joined one that lacked it; and no ballot of a restore found the bytes that every node had."""
+
+    async def story(stage):
+        launch = await stage.launch("n0", "n1", "n2")
+        await launch.saved(1)
+        for name, agent in stage.agents.items():
+            stage.doors_of(name, arena=Crowded(agent.home.doors.arena, "seen-"))
+        for step in (2, 3):
+            launch = await launch.again()
+            assert await launch.restore() == step - 1
+            await launch.saved(step)
+        assert all(agent.home.doors.arena.refused for agent in stage.agents.values())
+        assert not stage.events("note.task_failed")
 
     play(story)
 
