@@ -190,7 +190,10 @@ class S3Objects:
 
         async def one(name: str) -> None:
             async with limit:
-                await self._try(name, lambda: self._client.delete_object(**self._key(name)))
+                try:
+                    await self._try(name, lambda: self._client.delete_object(**self._key(name)))
+                except ObjectAbsent:
+                    pass  # so some stores say it, also to a delete that is repeated
 
         await all_of(one(name) for name in names)
 
