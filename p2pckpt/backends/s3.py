@@ -96,13 +96,7 @@ class S3Objects:
             await upload.ready(upload.length)
             await self._try(upload.name, lambda: self._put_whole(upload), Traffic.OFFLOAD)
             return
-        begun = await self._try(
-            upload.name,
-            lambda: self._client.create_multipart_upload(
-                **self._key(upload.name), ChecksumAlgorithm="CRC32C"
-            ),
-        )
-        upload_id = str(begun["UploadId"])
+        upload_id = await self._try(upload.name, lambda: self._begin(upload))
         try:
             parts = await self._parts(upload, upload_id, size)
             await self._try(upload.name, lambda: self._complete(upload, upload_id, parts))
@@ -166,11 +160,15 @@ class S3Objects:
 
     async def head(self, name: str) -> Stored | None:
         """See ports."""
+
+        def work() -> Stored:
+            answer = self._client.head_object(**self._key(name))
+            return Stored(name, int(answer["ContentLength"]))
+
         try:
-            answer = await self._try(name, lambda: self._client.head_object(**self._key(name)))
+            return await self._try(name, work)
         except ObjectAbsent:
             return None
-        return Stored(name, int(answer["ContentLength"]))
 
     async def list(self, prefix: str) -> tuple[Stored, ...]:
         """See ports. The deadline is one page's."""
@@ -233,6 +231,11 @@ class S3Objects:
     def _put_whole(self, upload: Upload) -> None:
         data = upload.part(0, upload.length) if upload.length else b""
         self._client.put_object(**self._key(upload.name), **body_of(data))
+
+    def _begin(self, upload: Upload) -> str:
+        key = self._key(upload.name)
+        begun = self._client.create_multipart_upload(**key, ChecksumAlgorithm="CRC32C")
+        return str(begun["UploadId"])
 
     def _put_part(self, upload: Upload, upload_id: str, number: int, size: int) -> dict[str, Any]:
         offset = (number - 1) * size

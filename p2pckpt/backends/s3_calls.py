@@ -33,6 +33,8 @@ try:
     from botocore.config import Config as ClientConfig
     from botocore.exceptions import BotoCoreError
     from botocore.exceptions import ClientError as ClientError
+    from botocore.parsers import ResponseParserError
+    from urllib3.exceptions import HTTPError
 except ImportError as e:  # the extra is not installed
     raise MissingDependency("boto3 is absent: pip install 'p2pckpt[s3]'") from e
 
@@ -43,7 +45,11 @@ PART_BYTES = 16 * MIB
 MAX_PARTS = 10_000
 """S3's bound of a multipart upload (S3 user guide, "multipart upload limits")."""
 
-FOREIGN = (ClientError, BotoCoreError, OSError)
+FOREIGN = (
+    *(ClientError, BotoCoreError, OSError, HTTPError),
+    *(ResponseParserError, KeyError),  # an answer that is no store's: no XML, or a field lacks
+    RecursionError,  # boto3 follows a redirect by a request that is redirected
+)
 """What a request may raise that is not ours."""
 
 ABSENT = {"NoSuchKey", "NotFound", "404"}
@@ -151,6 +157,9 @@ class Judgement:
 
 def judged(error: Exception) -> Judgement:
     """Of one exception of FOREIGN."""
+    if isinstance(error, RecursionError):
+        why = "it redirects without end: is s3_endpoint right, https or http?"
+        return Judgement(ObjectStoreUnavailable, why, False)
     if not isinstance(error, ClientError):
         refused = type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError")
         return Judgement(ObjectStoreUnavailable, f"{type(error).__name__}: {error}", not refused)
