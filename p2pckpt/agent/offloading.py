@@ -255,9 +255,12 @@ class Offloading:
         return set(share.ranks) <= right
 
     async def _share(self, share: r.SealedShare, attempt: r.Attempt) -> bool:
-        """Upload a share from this node's slots, and report it; False if it is reported."""
+        """Upload a share from this node's slots, and report it; False if it is reported, or if they
+        went while that was asked."""
         ctx, holdings = self.ctx, self.ctx.home.holdings
         if await ctx.home.doors.ledger.get(ctx.keys.share(attempt, share.node)) is not None:
+            return False
+        if not self._has(share, attempt):
             return False
         packed = ctx.home.doors.arena.document(document_name(share.manifest_digest))
         if packed is None:

@@ -439,6 +439,33 @@ def test_a_ledger_that_is_away_for_a_moment_does_not_give_up_the_upload_that_get
     play(story)
 
 
+def test_a_slot_that_goes_while_the_report_of_its_share_is_looked_for_ends_no_upload():
+    """As a bad one does that scrub has no room to bring another for."""
+
+    async def story(rig):
+        home, gone = rig.agents["n1"].home, []
+        ledger = home.doors.ledger
+
+        class Slow:
+            def __getattr__(self, name):
+                return getattr(ledger, name)
+
+            async def get(self, key):
+                entry = await ledger.get(key)
+                if not gone and key.startswith(KEYS.shares):
+                    gone.append(home.holdings.find(rig.attempt(2), r.FileKind.SLOT, 1))
+                    gone[0].bad = True
+                    home.holdings.discard(gone[0])
+                return entry
+
+        home.doors = replace(home.doors, ledger=Slow())
+        await rig.train(1, 2)
+        await rig.until(lambda: rig.offloaded() == [2], 120.0)
+        assert gone
+
+    play(story)
+
+
 def test_two_agents_that_believe_to_lead_offload_one_checkpoint(monkeypatch):
     """B048: names are those of the attempt, both write the same bytes, and one manifest and one
     record of it come to stand."""
