@@ -60,10 +60,11 @@ async def save_share(
     """Encode, send and seal. ``stage(bytes)`` gives a staging region; ``crew()`` is asked when the
     checksums are taken, as it may have to wait for the ledger. Raises CheckpointError."""
     share = await encode(sorted(slots, key=lambda s: s.rank), origin, stage, doors, config)
-    doors.notes("encoded", {"attempt": origin.attempt.key, "bytes": share.snapshot_bytes})
+    about = {"job": origin.attempt.job, "attempt": origin.attempt.key}
+    doors.notes("encoded", {**about, "bytes": share.snapshot_bytes})
     sent = await send_share(share, await crew(), doors, config)
-    facts = {"attempt": origin.attempt.key, "placed": sent.placement.reason}
-    doors.notes("sent", {**facts, "holders": list(sent.holders)})
+    facts = {"placed": sent.placement.reason, "holders": list(sent.holders)}
+    doors.notes("sent", {**about, **facts})
     sent.check(origin.node, origin.layout, spare_of(origin.layout, config.min_spare))
     return seal(share, origin, sent.holders), share.manifest
 

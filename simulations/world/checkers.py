@@ -37,7 +37,7 @@ from simulations.world.contents import (
     unknown_losses,
     whole_files,
 )
-from simulations.world.lives import Life, Lives
+from simulations.world.lives import NOTES, Life, Lives
 from simulations.world.promises import Promises
 from simulations.world.told import Told
 
@@ -107,10 +107,8 @@ class Checkers:
             self._on_damage(facts["to"].rpartition("/")[0], facts["file"], what)
         elif what in ("fault.ledger.wipe", "fault.ledger.rollback"):
             self._seen = self.cluster.etcd.revision
-        elif what == "note.rebuilt" and facts["job"] == self.keys.job:
-            self._on_rebuilt()
-        elif what in ("note.process_safe", "note.sealed") and facts["job"] == self.keys.job:
-            self._on_note(facts["attempt"], Life.SEALED if what == "note.sealed" else Life.SNAPPED)
+        elif what in NOTES and facts["job"] == self.keys.job:
+            self._on_note(facts["attempt"], NOTES[what])
 
     def _on_note(self, key: str, life: Life) -> None:
         for attempt in [a for a in self.lives.now if a.key == key][-1:]:
@@ -135,8 +133,6 @@ class Checkers:
             return
         if record.kind is r.FileKind.SLOT and not whole:
             self._saw(attempt, Life.OPEN)
-        elif record.kind is r.FileKind.STAGE and record.owner == node:
-            self._saw(attempt, Life.ENCODED)
         elif record.kind is r.FileKind.SHARD and whole:
             self._saw(attempt, Life.SENT)
         kept = self._kept(attempt)
@@ -199,6 +195,9 @@ class Checkers:
         self.promises.wrote(key, value)
         if key == keys.ledger_id:
             self._ledger_id = value.decode()
+        elif key == keys.rebuilt:  # its last record: who wrote it may never hear that it stands
+            if not unpack(value, r.Rebuilt).unfinished:
+                self._on_rebuilt()
         elif key == keys.generation:
             generation = unpack(value, r.Generation)
             self._generation, self._keep_last = generation.number, generation.keep_last

@@ -45,6 +45,13 @@ MOVES: dict[Life, tuple[Life, ...]] = {
 }
 """Legal moves. From ENCODED to SEALED: nobody took a shard; such an attempt is abandoned later."""
 
+NOTES = {
+    "note.process_safe": Life.SNAPPED,
+    "note.encoded": Life.ENCODED,
+    "note.sealed": Life.SEALED,
+}
+"""How far a node says that an attempt is."""
+
 ALL_MOVES = tuple(f"{a}->{b}" for a, after in MOVES.items() for b in after)
 ORDER = {life: i for i, life in enumerate(Life)}
 OPEN_ENDED = (Life.OPEN, Life.SNAPPED, Life.ENCODED, Life.SENT, Life.SEALED)
