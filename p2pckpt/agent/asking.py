@@ -33,7 +33,6 @@ from p2pckpt.agent.rereading import bad_in_file, bad_in_object
 from p2pckpt.agent.status import redundancy
 from p2pckpt.errors import (
     CheckpointError,
-    FormatError,
     IntegrityError,
     ObjectAbsent,
     ObjectStoreUnavailable,
@@ -184,7 +183,7 @@ class Asking:
             if self.visits.get(who) is not visit:  # it died meanwhile, before there was a record
                 self.home.spawn(f"reader {who.pid}", let_go(ctx, commit.attempt, f".{who.pid}"))
         held, silent = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
-        groups = await _groups(ctx, commit)
+        groups = await groups_of(ctx, commit.attempt) or await offloaded_groups(ctx, commit.attempt)
         losses = json.dumps(await _losses(ctx, commit))
         living = (await self.home.living(self.home.config.keepalive_s)).members
         members = tuple(living[node] for node in sorted(living))
@@ -287,18 +286,6 @@ class Asking:
     def _give_back(self, visit: Visit, file: str) -> None:
         if (held := visit.files.pop(file, None)) is not None:
             give_back(self.home, held)
-
-
-async def _groups(ctx: JobContext, commit: r.Commit) -> list[r.GroupRecord]:
-    """The group records of a step, from the object store where the ledger's are gone or damaged.
-    Raises FormatError if they are damaged and the store has not the step."""
-    try:
-        groups = await groups_of(ctx, commit.attempt)
-    except FormatError:
-        if stored := await offloaded_groups(ctx, commit.attempt):
-            return stored
-        raise
-    return groups or await offloaded_groups(ctx, commit.attempt)
 
 
 def _visited(visit: Visit, attempt: r.Attempt) -> w.StepReply:
