@@ -23,10 +23,9 @@ from typing import Any
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.bringing import bring, fetching, give_back
-from p2pckpt.agent.bucket import offloaded_groups
 from p2pckpt.agent.cleaning import clean, known_jobs
 from p2pckpt.agent.context import Home, JobContext
-from p2pckpt.agent.deciding import ask_all, groups_of
+from p2pckpt.agent.deciding import ask_all, groups_anywhere
 from p2pckpt.agent.holdings import Held, document_name
 from p2pckpt.agent.reading import hold, let_go
 from p2pckpt.agent.rereading import bad_in_file, bad_in_object
@@ -183,7 +182,7 @@ class Asking:
             if self.visits.get(who) is not visit:  # it died meanwhile, before there was a record
                 self.home.spawn(f"reader {who.pid}", let_go(ctx, commit.attempt, f".{who.pid}"))
         held, silent = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
-        groups = await groups_of(ctx, commit.attempt) or await offloaded_groups(ctx, commit.attempt)
+        groups = await groups_anywhere(ctx, commit)
         losses = json.dumps(await _losses(ctx, commit))
         living = (await self.home.living(self.home.config.keepalive_s)).members
         members = tuple(living[node] for node in sorted(living))
@@ -316,5 +315,5 @@ async def _losses(ctx: JobContext, commit: r.Commit) -> dict[str, Any]:
         return {"tiers": tiers, "why": "it lies in the object store only"}
     try:
         return {"tiers": tiers, **await redundancy(ctx, commit)}
-    except TopologyError as e:
+    except (CheckpointError, TopologyError) as e:
         return {"tiers": tiers, "why": str(e)}

@@ -15,11 +15,11 @@ from collections.abc import Iterable
 
 from p2pckpt import records as r
 from p2pckpt import wire as w
-from p2pckpt.agent.bucket import ask_bucket
+from p2pckpt.agent.bucket import ask_bucket, offloaded_groups
 from p2pckpt.agent.context import RETRY_S, JobContext, Roster
 from p2pckpt.agent.holdings import copy_name
 from p2pckpt.agent.polling import poll
-from p2pckpt.errors import FormatError, LedgerUnavailable, StaleGenerationError
+from p2pckpt.errors import FormatError, LedgerUnavailable, SourcesAway, StaleGenerationError
 from p2pckpt.ports import Put, Txn, absent
 from p2pckpt.restore.locate import Facts, Finding, candidates, decide_restore, lineage_after
 from p2pckpt.save.commit import read_groups
@@ -99,6 +99,28 @@ async def groups_of(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:
         copies = known or copied_groups(ctx, attempt) or await _copies_elsewhere(ctx, attempt)
         return copies or groups
     return groups
+
+
+async def groups_anywhere(ctx: JobContext, commit: r.Commit) -> list[r.GroupRecord]:
+    """All group records of a commit: where `groups_of` finds too few, those in the object store.
+
+    Raises FormatError if they are damaged, and SourcesAway if some are gone, and the store has not
+    the step; what the store raises, if it is asked.
+    """
+    attempt, damage = commit.attempt, None
+    groups: list[r.GroupRecord] = []
+    try:
+        groups = await groups_of(ctx, attempt)
+    except FormatError as e:
+        damage = e
+    if len(groups) == commit.groups:
+        return groups
+    if stored := await offloaded_groups(ctx, attempt):
+        return stored
+    if damage is not None:
+        raise damage
+    found = f"{len(groups)} of {commit.groups} group records are there"
+    raise SourcesAway(f"step {attempt.step}: {found}, so nobody knows where all its bytes are")
 
 
 def copied_groups(ctx: JobContext, attempt: r.Attempt) -> list[r.GroupRecord]:

@@ -19,10 +19,9 @@ import asyncio
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.bringing import bring, fetching, give_back, staging
-from p2pckpt.agent.bucket import offloaded_groups
 from p2pckpt.agent.closing import Ballot, over, see_closed
 from p2pckpt.agent.context import JobContext, Roster
-from p2pckpt.agent.deciding import check_current, decision_of, groups_of
+from p2pckpt.agent.deciding import check_current, decision_of, groups_anywhere
 from p2pckpt.agent.gather import Gathering
 from p2pckpt.agent.holdings import Held, document_name
 from p2pckpt.agent.reading import hold, let_go, reads
@@ -181,7 +180,7 @@ class Restoring:
         assert commit is not None
         attempt = commit.attempt
         await hold(self.ctx, *_reader(ballot))
-        share = await self._share(attempt, rank)
+        share = await self._share(commit, rank)
         held = holdings.find(attempt, r.FileKind.SLOT, rank)
         source = "local"
         if held is None or held.manifest_digest != share.manifest_digest:
@@ -231,12 +230,13 @@ class Restoring:
         is a stage that goes when the ballot ends.
         """
         ctx = self.ctx
-        assert ballot.decision.commit is not None
-        attempt = ballot.decision.commit.attempt
+        commit = ballot.decision.commit
+        assert commit is not None
+        attempt = commit.attempt
         lives = ctx.state.committed(attempt) is not None
         if lives:
             ctx.track(attempt)
-        share = await self._share(attempt, rank)
+        share = await self._share(commit, rank)
         job = await fetching(ctx, attempt, share, rank, Traffic.RESTORE)
         held, fetched = await bring(ctx.home, job, r.FileKind.SLOT if lives else r.FileKind.STAGE)
         ballot.fetched[rank] = fetched
@@ -245,10 +245,10 @@ class Restoring:
 
     async def _again(self, ballot: Ballot, rank: int, room: Stage) -> None:
         """Fetch what is bad in the file that a rank has, into it."""
-        assert ballot.decision.commit is not None
-        attempt = ballot.decision.commit.attempt
-        share = await self._share(attempt, rank)
-        job = await fetching(self.ctx, attempt, share, rank, Traffic.RESTORE)
+        commit = ballot.decision.commit
+        assert commit is not None
+        share = await self._share(commit, rank)
+        job = await fetching(self.ctx, commit.attempt, share, rank, Traffic.RESTORE)
         job.in_place = True
         async with staging(self.ctx.home, job) as scratch:
             self._note_fetched(rank, await restore_rank(job, room, scratch))
@@ -262,14 +262,13 @@ class Restoring:
             decoded=list(fetched.decoded),
         )
 
-    async def _share(self, attempt: r.Attempt, rank: int) -> r.SealedShare:
-        groups = await groups_of(self.ctx, attempt) or await offloaded_groups(self.ctx, attempt)
-        for group in groups:
+    async def _share(self, commit: r.Commit, rank: int) -> r.SealedShare:
+        for group in await groups_anywhere(self.ctx, commit):
             for share in group.shares:
                 if rank in share.ranks:
                     return share
         # They were there when it was decided; no byte was read, so the step is not bad.
-        raise SourcesAway(f"step {attempt.step}: no group record has rank {rank}")
+        raise SourcesAway(f"step {commit.attempt.step}: no group record has rank {rank}")
 
     # -- closing ----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from p2pckpt import records as r
 from p2pckpt import wire as w
 from p2pckpt.agent.context import Home, JobContext
-from p2pckpt.agent.deciding import ask_all, groups_of
+from p2pckpt.agent.deciding import ask_all, groups_anywhere
 from p2pckpt.errors import CheckpointError
 from p2pckpt.restore.locate import Facts, sources_of
 from p2pckpt.save.offload import due
@@ -139,7 +139,7 @@ async def redundancy(ctx: JobContext, commit: r.Commit) -> dict[str, Any]:
     A node that is being drained counts as gone, so what is said holds without it.
     """
     answers, silent = await ask_all(ctx, w.HeldQuery(ctx.job, commit.attempt))
-    groups = await groups_of(ctx, commit.attempt)
+    groups = await groups_anywhere(ctx, commit)
     facts = Facts(ctx.state, answers, silent, {commit.attempt.key: groups}, False)
     living = (await ctx.home.living(ctx.home.config.keepalive_s)).members
     members = {n: m for n, m in living.items() if not m.draining}

@@ -10,8 +10,10 @@ from s3_rig import CONFIG, JOB, KEYS, RANKS, play
 import p2pckpt.agent.offloading as offloading
 from p2pckpt import records as r
 from p2pckpt import wire as w
+from p2pckpt.agent.status import redundancy
 from p2pckpt.backends.inproc.objects import ObjectsDoor
 from p2pckpt.errors import LedgerUnavailable, RestoreFailed
+from p2pckpt.ports import Put, Txn
 from p2pckpt.save.offload import checkpoint_name, directory, rank_name
 from simulations.world.checkers import content
 
@@ -462,6 +464,53 @@ def test_a_slot_that_goes_while_the_report_of_its_share_is_looked_for_ends_no_up
         await rig.train(1, 2)
         await rig.until(lambda: rig.offloaded() == [2], 120.0)
         assert gone
+
+    play(story)
+
+
+async def spoil_groups(rig, step, spoil):
+    """The group records of a step, as ``spoil`` makes them anew; None: gone."""
+    ledger = rig.agents["n0"].home.doors.ledger
+    for entry in rig.cluster.etcd.list(KEYS.groups_of(rig.attempt(step))).entries:
+        new = spoil(entry.value)
+        change = Txn(deletes=(entry.key,)) if new is None else Txn((), (Put(entry.key, new),))
+        assert await ledger.transact(change)
+
+
+@pytest.mark.parametrize("spoil", [lambda value: value[:-7], lambda _: None])
+def test_a_step_whose_group_records_are_spoilt_is_looked_at_in_the_store(spoil):
+    """A restore takes it from there, too."""
+
+    async def story(rig):
+        await rig.train(1, 2)
+        await rig.until(lambda: rig.offloaded() == [2])
+        await rig.lose_all()
+        await spoil_groups(rig, 2, spoil)
+        await rig.launch()
+        asker = rig.cluster.nodes["n3"].trainer()
+        told = await asker.call(w.StepQuery(JOB, 2))
+        assert sorted(s.node for g in told.groups for s in g.shares) == ["n0", "n1", "n2"]
+        for rank in range(RANKS):
+            file = await asker.call(w.ExportCall(told.commit.attempt, rank))
+            assert bytes(asker.view(file.file, file.length)) == content(rank, 2)
+        asker.kill()
+        assert (await rig.restore())[0] == 2
+
+    play(story)
+
+
+def test_a_step_whose_group_records_are_gone_is_not_told_as_one_without_ranks():
+    """`verify` would find nothing wrong with it, `export` write no rank of it, and `status` count
+    no loss that it does not survive."""
+
+    async def story(rig):
+        await rig.train(1)
+        await spoil_groups(rig, 1, lambda _: None)
+        with pytest.raises(RestoreFailed, match="0 of 1 group records"):
+            await rig.cluster.nodes["n3"].trainer().call(w.StepQuery(JOB, 1))
+        ctx = rig.agents["n0"].jobs[JOB].ctx
+        with pytest.raises(RestoreFailed, match="0 of 1 group records"):
+            await redundancy(ctx, ctx.state.latest())
 
     play(story)
 
