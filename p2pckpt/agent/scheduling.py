@@ -137,10 +137,10 @@ class Scheduling:
                 self.ctx.note("tune_later", why=str(e))
 
     def _take_down(self) -> None:
-        """Post what is new; learn from what is over."""
-        self._post()
+        """Learn from what is over; post what is new."""
         if self.tuning.has_news() and self.tuning.learn() and self._leads():
             self._to_tune = True
+        self._post()
 
     def slot_done(self, attempt: r.Attempt) -> None:
         """A rank here is done with its part: from now on the save settles without it."""

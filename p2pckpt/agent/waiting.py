@@ -10,7 +10,8 @@ own, and a thousand agents in one loop would keep it sorting timers that never r
 
 Contract: `wake` lets all look in the next turn of the event loop, once for all that changes until
 then, `look` at once; a predicate that was true only in between is not seen. What a predicate raises
-is raised where it was waited for. No wait takes longer than its timeout.
+is raised where it was waited for; what one of `first` raises goes to the event loop's handler, and
+all look nonetheless. No wait takes longer than its timeout.
 
 Consequence: predicates are asked often, by every wait for every change, so they must be cheap; and
 an agent for which nothing changes does nothing.
@@ -55,7 +56,11 @@ class Waiting:
         self._woken = False
         self.wakes += 1
         for take_down in self.first:
-            take_down()
+            try:
+                take_down()
+            except Exception as e:  # who changed something has no part in it
+                facts = {"message": f"{take_down.__qualname__} failed", "exception": e}
+                asyncio.get_running_loop().call_exception_handler(facts)
         for bell, wait in list(self._bells.items()):
             try:
                 if not bell.done() and wait.ready():

@@ -144,6 +144,25 @@ def test_who_takes_down_what_may_be_gone_later_is_called_before_the_others_look(
     run(main)
 
 
+def test_who_fails_to_take_something_down_holds_up_nobody():
+    async def main():
+        waiting, told, taken = Waiting(), [], []
+        asyncio.get_running_loop().set_exception_handler(lambda _, facts: told.append(facts))
+
+        def broken():
+            raise ValueError("too long for its page")
+
+        waiting.first += [broken, lambda: taken.append(1)]
+        wait = asyncio.ensure_future(waiting.until(lambda: bool(taken), None))
+        await asyncio.sleep(0)
+        waiting.look()
+        assert await wait
+        assert [str(facts["exception"]) for facts in told] == ["too long for its page"]
+        assert "broken failed" in told[0]["message"]
+
+    run(main)
+
+
 def test_what_a_predicate_raises_is_raised_where_it_is_waited_for():
     async def main():
         waiting, wrong = Waiting(), []
