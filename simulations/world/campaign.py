@@ -80,7 +80,7 @@ def draw(seed: int) -> Options:
         faults=tuple(faults),
         auto=bool(offload_every) and rng.random() < 0.4,
     )
-    if rng.random() < 0.25:  # after all else: worlds that found something stay what they were
+    if rng.random() < 0.25:  # after all else: three worlds of four stay what they were
         faults[rng.randrange(FAULTS_OF_A_SEED)] = BUSY
     return replace(options, faults=tuple(faults))
 

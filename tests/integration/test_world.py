@@ -13,9 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from p2pckpt import records as r
 from p2pckpt.agent.retire import decide_sweep
+from p2pckpt.backends.inproc.cluster import FakeCluster
 from p2pckpt.backends.inproc.ledger import LedgerDoor
 from p2pckpt.errors import UsageError
 from p2pckpt.jobstate import JobState
@@ -23,6 +25,7 @@ from p2pckpt.ports import Put, Txn
 from p2pckpt.wire import pack
 from simulations.world import clock, quiet
 from simulations.world.campaign import draw
+from simulations.world.checkers import Checkers
 from simulations.world.story import EXIT_CODES, FAULTS, JOB, Options, World, run
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +63,7 @@ FOUND = {
     22000587: "an operator looked for a node when there was none",
     22000938: "what a repair put somewhere without a ledger was forgotten with the others",
     22001210: "a repair that had waited for a restore went by what it knew before",
+    25001768: "the checker knew of no rebuild whose last answer was lost",
 }
 """Seeds that found a fault: what they draw may change, then they are just seeds."""
 
@@ -228,6 +232,34 @@ def test_of_older_generations_nothing_is_left():
     assert state.generation.number > 1
     assert decide_sweep(state, etcd.list(keys.root)) == ()
     assert etcd.list(keys.roster_pieces(state.generation.roster_digest)).entries
+
+
+def test_a_save_dies_before_it_is_encoded_where_somebody_else_has_all_cores():
+    result = run(Options(3, saves=30, quiet_saves=6, faults=("busy_cores",) * 4), keep_log=False)
+    assert result.end == "ok", result.why
+    assert result.moves["snapped->abandoned"] > 0
+
+
+def test_the_checkers_know_of_a_rebuild_from_its_last_record():
+    """Who wrote it may never hear that it stands, and so not tell."""
+    cluster = FakeCluster(1)
+    checkers, keys = Checkers(cluster, JOB, spread=False), r.JobKeys(JOB)
+
+    async def write(key, value):
+        assert await LedgerDoor(cluster.etcd, "n0").transact(Txn((), (Put(key, value),)))
+
+    async def main():
+        begun = r.Rebuilt(("older",), "n0", 1, unfinished=True)
+        generation = r.Generation(3, "nonce", "rebuilt", 1, "rebuilt", 0, r.Layout(2, 1), 1)
+        await write(keys.ledger_id, b"newer")
+        await write(keys.generation, pack(generation))
+        await write(keys.rebuilt, pack(begun))
+        assert checkers.rebuilt_as == ""
+        await write(keys.rebuilt, pack(structs.replace(begun, unfinished=False)))
+        assert checkers.rebuilt_as == f"{3:010d}"
+
+    cluster.node("n0", budget_bytes=1 << 20)
+    clock.run(main(), limit_s=60.0)
 
 
 def test_options_know_their_own_validity():

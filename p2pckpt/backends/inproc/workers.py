@@ -3,7 +3,7 @@
 Intuition. In production heavy work goes to a thread; here it runs inline and takes the virtual
 time that its bytes would take. Whether it happens at the beginning or at the end of that time is
 drawn, because in a thread it may be either, also for a caller that was cancelled meanwhile. While
-somebody else has the cores of the machine, no work is done with.
+somebody else has the cores of the machine, no work comes to its end.
 """
 
 from __future__ import annotations
