@@ -176,7 +176,7 @@ async def rebuild(ctx: JobContext, dry_run: bool) -> w.RebuildReply:
     there = {file.attempt for reply in held.values() for file in reply.files}
     listed = [c for c in _listed(ctx.keys, listing) if c.commit.attempt in there]
     plan, new_id = decide_rebuild(replies, listed), home.doors.ids.new()
-    problem = plan.problem or _needless(ctx, listing, replies.values())
+    problem = _needless(ctx, listing, replies.values()) or plan.problem
     if not problem and not dry_run:
         await _write(ctx, plan, listing, new_id)
     return w.RebuildReply(

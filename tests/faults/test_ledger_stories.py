@@ -503,6 +503,18 @@ def test_agents_that_restart_after_the_wipe_remember_too():
     play(story)
 
 
+def test_a_ledger_without_commits_is_not_said_to_have_lost_them():
+    """Seed 4841297. The job has not committed yet, or just did when all had answered. Who was told
+    that nobody has a copy of a commit cleaned it, with the step that it had by then."""
+
+    async def story(stage):
+        launch = await stage.launch(*THREE)
+        assert "nothing to rebuild" in (await stage.rebuild("n0")).problem
+        await launch.saved(1)
+
+    play(story)
+
+
 def test_a_rebuild_over_a_whole_ledger_is_refused():
     """Somebody runs it by mistake: nothing is written, and the job goes on."""
 

@@ -63,6 +63,7 @@ FOUND = {
     22000587: "an operator looked for a node when there was none",
     22000938: "what a repair put somewhere without a ledger was forgotten with the others",
     22001210: "a repair that had waited for a restore went by what it knew before",
+    4841297: "a job that had not committed yet was told that its commits are lost",
     25001768: "the checker knew of no rebuild whose last answer was lost",
 }
 """Seeds that found a fault: what they draw may change, then they are just seeds."""
